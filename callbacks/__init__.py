@@ -1,0 +1,1 @@
+"""Loss-spike detection, gradient norms, snapshots and the guard that rolls a run back."""

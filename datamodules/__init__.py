@@ -1,0 +1,1 @@
+"""Codec-token shards, the position-addressed stream over them, and the LightningDataModule."""

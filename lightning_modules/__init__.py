@@ -1,0 +1,1 @@
+"""The variable-normalization transformer, its objective and the LightningModule around it."""
