@@ -100,7 +100,7 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def _loops(trainer: Trainer) -> dict[str, Any]:
-    """The progress trackers that follow the accepted trajectory, by name."""
+    # The progress trackers that follow the accepted trajectory, by name.
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "epoch": fit.epoch_progress,
@@ -194,7 +194,11 @@ def _restore_loops(trainer: Trainer, saved: Mapping[str, Any], keep_data_counter
     if keep_data_counters:
         return
     trainer.accumulate_grad_batches = saved["accumulate"]
-    # The fetcher decides by its own count which batch is the epoch's last.
+    align_fetcher(trainer)
+
+
+def align_fetcher(trainer: Trainer) -> None:
+    """Tell the data fetcher how far the epoch is: it decides by its own count which batch is the last."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     fetcher.fetched = trainer.fit_loop.epoch_loop.batch_progress.current.ready
