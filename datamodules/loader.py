@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from datamodules.order import next_unskipped
@@ -70,6 +71,8 @@ class TokenLoader:
                 persistent_workers=persistent_workers,
                 multiprocessing_context=start_method,
                 prefetch_factor=prefetch,
+                # A generator of its own: a new iterator must not draw from the run's random states.
+                generator=torch.Generator(),
             )
 
     def __len__(self) -> int:
