@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from callbacks.detector import DetectorConfig
-from experiments.log_readers import Source, discover, read_series
+from experiments.log_readers import discover, read_series
 from experiments.readers.columns import ColumnRequest
+from experiments.readers.formats import Source
 from experiments.readers.table import LogError, NotALogError
 from experiments.scan_detect import ScanResult, detect, run_record
 from experiments.scan_report import episode_table, summary, write_json
@@ -48,10 +49,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--all", action="store_true", help="list every episode (default: at most 10 a run)")
     group = out.add_argument_group("detector", "what counts as an alarm; the defaults serve every run")
     for option in dataclasses.fields(DetectorConfig):
+        flag, kind = f"--{option.name.replace('_', '-')}", type(option.default)
         text = f"{DETECTOR_HELP.get(option.name, option.name)} (default {option.default})"
-        group.add_argument(
-            f"--{option.name.replace('_', '-')}", type=type(option.default), default=option.default, metavar="X", help=text
-        )
+        group.add_argument(flag, type=kind, default=option.default, metavar="X", help=text)
     return out
 
 
@@ -80,7 +80,8 @@ def _scan(args: argparse.Namespace) -> int:
         print(f"error: {one_line(message)}", file=sys.stderr)
 
     try:
-        config = DetectorConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DetectorConfig)})
+        options = [field.name for field in dataclasses.fields(DetectorConfig)]
+        config = DetectorConfig(**{name: getattr(args, name) for name in options})
         for out in (args.json, args.plot):
             _check_output(out)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks.detector import Detector, DetectorConfig
 from callbacks.episodes import Episode, EpisodeTracker
-from experiments.log_readers import Series
+from experiments.readers.series import Series
 
 LOSS, GRAD = "loss", "grad_norm"  # the detector's names of the two series
 TICK_EVERY = 2000

@@ -17,7 +17,8 @@ from experiments.scan_detect import ScanResult, log_interval
 
 MAX_EPISODES = 10  # shown per run unless all are asked for
 KIND_STYLES = {
-    "outlier": "dim", "shift": "cyan", "jump": "yellow", "rise": "magenta", "divergence": "red", "non_finite": "bold red",
+    "outlier": "dim", "shift": "cyan", "jump": "yellow", "rise": "magenta", "divergence": "red",
+    "non_finite": "bold red",
 }  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def _add_run(table: Table, result: ScanResult, show_all: bool) -> None:
     shown, hidden = _pick(result.episodes, show_all)
     lines: list[tuple[str, ...]] = [_line(result, episode) for episode in shown]
     if hidden:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(episode.kind for episode in hidden).most_common())
+        counts = Counter(episode.kind for episode in hidden)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         lines.append((f"[dim]+ {len(hidden)} more ({kinds})[/dim]",))
     for i, line in enumerate(lines or [("[green]none[/green]",)]):
         table.add_row(*(head if i == 0 else ("", "")), *line)

@@ -11,22 +11,23 @@ from experiments.readers.table import LogTable
 # Normalised names, best first. A log seldom has two of them; where it does, the per-step training value wins.
 LOSS_NAMES = (
     "train_bits_codebook_0", "bits_codebook_0", "train_loss_step", "training_loss_step", "train_loss", "training_loss",
-    "loss_train", "loss_training", "lm_loss", "train_lm_loss", "lm_loss_training", "loss_step", "loss", "train_step_loss",
-    "train_batch_loss", "batch_loss", "step_loss", "train_total_loss", "total_loss", "loss_total", "train_loss_epoch",
-    "training_loss_epoch", "loss_epoch",
+    "loss_train", "loss_training", "lm_loss", "train_lm_loss", "lm_loss_training", "loss_step", "loss",
+    "train_step_loss", "train_batch_loss", "batch_loss", "step_loss", "train_total_loss", "total_loss", "loss_total",
+    "train_loss_epoch", "training_loss_epoch", "loss_epoch",
 )  # fmt: skip
 GRAD_NAMES = (
     "grad_norm_total", "grad_norm", "gradient_norm", "train_grad_norm", "train_gradient_norm", "gnorm", "train_gnorm",
-    "global_grad_norm", "global_gradient_norm", "train_global_grad_norm", "total_grad_norm", "grad_norm_global", "gradnorm",
-    "grad_norm_step", "grad_norm_pre_clip", "grad_2_0_norm_total", "grad_2_norm_total",
+    "global_grad_norm", "global_gradient_norm", "train_global_grad_norm", "total_grad_norm", "grad_norm_global",
+    "gradnorm", "grad_norm_step", "grad_norm_pre_clip", "grad_2_0_norm_total", "grad_2_norm_total",
 )  # fmt: skip
 STEP_NAMES = (
-    "global_step", "trainer_global_step", "train_global_step", "step", "steps", "iteration", "iterations", "num_updates",
-    "train_num_updates", "iter", "iters", "global_steps", "train_step", "training_step", "optimizer_step", "current_step",
-    "step_num", "update_step", "n_iter", "it", "updates", "update", "batch", "batch_idx",
+    "global_step", "trainer_global_step", "train_global_step", "step", "steps", "iteration", "iterations",
+    "num_updates", "train_num_updates", "iter", "iters", "global_steps", "train_step", "training_step",
+    "optimizer_step", "current_step", "step_num", "update_step", "n_iter", "it", "updates", "update", "batch",
+    "batch_idx",
 )  # fmt: skip
 HELD_OUT = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev", "heldout", "holdout"})
-NOT_A_LOSS = HELD_OUT | {"scale", "scaler", "best", "min", "max", "weight", "weights", "std", "lr", "aux", "count", "num"}
+NOT_A_LOSS = HELD_OUT | {"scale", "scaler", "best", "min", "max", "weight", "weights", "std", "lr", "aux", "count"}
 NOT_TOTAL_NORM = HELD_OUT | {"clip", "clipped", "post", "block", "blocks", "layer", "layers", "min", "max", "threshold"}
 PREFERRED_SHARE = 0.1  # a better-named column must hold at least this share of the values of the fullest candidate
 FAR_RANK = 1000

@@ -132,7 +132,7 @@ def _numeric(rows: Sequence[str], delimiter: str) -> bool:
 
 
 def guess_names(head: str) -> list[str]:
-    """Return the column names of a table without a known loss column, for error messages; [] where it looks like none."""
+    """Return the column names of a table without a known loss, for error messages; [] where it looks like none."""
     lines = [line for line in lines_of(head) if line.strip()][:SAMPLE_LINES]
     for delimiter in DELIMITERS:
         widths = {len(split(line, delimiter)) for line in lines[:-1] or lines}

@@ -18,7 +18,7 @@ Tick = Callable[[int], None]  # told how many more bytes of a file have been rea
 COMPRESSIONS: tuple[tuple[bytes, Callable[[BinaryIO], IO[bytes]]], ...] = (
     (b"\x1f\x8b", lambda raw: cast(IO[bytes], gzip.GzipFile(fileobj=raw))),
     (b"BZh", lambda raw: cast(IO[bytes], bz2.BZ2File(raw))),
-    (b"\xfd7zXZ\x00", lambda raw: cast(IO[bytes], lzma.LZMAFile(raw))),
+    (b"\xfd7zXZ\x00", lambda raw: cast(IO[bytes], lzma.LZMAFile(raw))),  # noqa: SIM115
 )
 # UTF-32 LE begins with UTF-16 LE's mark, so it comes first.
 BYTE_ORDER_MARKS = (

@@ -44,7 +44,7 @@ def parse_number(text: str) -> float | None:
     """Read a number as training scripts write it.
 
     Args:
-        text: A cell: ``"5.9"``, ``"nan"``, ``"-Infinity"``, ``"null"``, ``"tensor(5.9, device='cuda:0')"``, ``"5,9"``, ``""``.
+        text: A cell: ``"5.9"``, ``"nan"``, ``"-Infinity"``, ``"null"``, ``"tensor(5.9)"``, ``"5,9"``, ``""``.
 
     Returns:
         The value, or None where the cell says that nothing was logged.

@@ -4,6 +4,7 @@ A row is a run of consecutive scalar events of one step in which no tag repeats:
 files in one folder are one run (the writer opens a new file at every restart), read in the order of their names.
 """
 
+import importlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -58,16 +59,16 @@ def _plain(path: Path) -> Iterator[Path]:
 
 def _read_file(path: Path, plain: Path, table: RecordTable, tick: Tick) -> None:
     try:
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
+        loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
+        event_type = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
     except ImportError:
         raise LogError(path, "reading TensorBoard files needs tensorboard: pip install 'ballast[scan]'") from None
     row: dict[str, float] = {}
     consumed = count = 0
-    for record in RawEventFileLoader(str(plain)).Load():
+    for record in loader.RawEventFileLoader(str(plain)).Load():
         consumed += len(record) + FRAME_BYTES
         tick(len(record) + FRAME_BYTES)
-        event = _parse(Event, record, path, count)
+        event = _parse(event_type, record, path, count)
         count += 1
         if event.HasField("summary"):
             row = _add_event(event, row, table)
@@ -77,11 +78,10 @@ def _read_file(path: Path, plain: Path, table: RecordTable, tick: Tick) -> None:
 
 
 def _parse(message: Any, record: bytes, path: Path, count: int) -> Any:
-    from google.protobuf.message import DecodeError
-
+    decode_error = importlib.import_module("google.protobuf.message").DecodeError
     try:
         return message.FromString(record)
-    except DecodeError:
+    except decode_error:
         raise LogError(path, f"record {count} is no TensorBoard event") from None
 
 
@@ -106,10 +106,8 @@ def scalar(value: Any) -> float | None:
         return float(value.simple_value)
     if kind != "tensor" or value.metadata.plugin_data.plugin_name not in ("", "scalars"):
         return None
-    from tensorboard.util.tensor_util import make_ndarray
-
     try:
-        array = make_ndarray(value.tensor)
+        array = importlib.import_module("tensorboard.util.tensor_util").make_ndarray(value.tensor)
         return float(array.item()) if array.size == 1 else None
     except (TypeError, ValueError):
         return None  # a text

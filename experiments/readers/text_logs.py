@@ -22,7 +22,7 @@ Record = Mapping[str, float]
 # Its values are strings, its losses are in base 2 (bits) already.
 FAIRSEQ_MARK = "train_inner"
 FAIRSEQ_SIMPLE = re.compile(r"epoch\s+\d+:\s*\d+\s*/\s*\d+\s+(.*=.*)")
-# Megatron-LM: ` iteration      200/    1000 | consumed samples: ... | lm loss: 7.399415E+00 | ... | grad norm: 2.918 | ...`
+# Megatron-LM: ` iteration      200/    1000 | consumed samples: ... | lm loss: 7.399415E+00 | ... | grad norm: 2.918 |`
 MEGATRON = re.compile(r"iteration\s+(\d+)\s*/\s*\d+\s*\|(.*)")
 NUMBER = r"[-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
 STEP_PRINT = re.compile(

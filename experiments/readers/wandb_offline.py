@@ -6,6 +6,7 @@ Weights & Biases puts 7 bytes before the first block's chunks and uses zlib's CR
 history record. A run that was killed ends inside a block.
 """
 
+import importlib
 import json
 import struct
 import zlib
@@ -81,20 +82,20 @@ def read(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable:
         LogError: The file is damaged elsewhere than at its end, or the wandb package is missing.
     """
     try:
-        from google.protobuf.message import DecodeError
-        from wandb.proto.wandb_internal_pb2 import Record
+        decode_error = importlib.import_module("google.protobuf.message").DecodeError
+        record_type = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     except ImportError:
         raise LogError(path, "reading offline W&B runs needs wandb: pip install wandb") from None
     table = RecordTable("wandb", request.wants)
     with open_bytes(path, tick) as stream:
         try:
             for data in records(stream, path):
-                message = Record.FromString(data)
+                message = record_type.FromString(data)
                 if message.WhichOneof("record_type") == "history":
                     table.append(history_row(message.history, table))
         except _Cut:
             table.notes.append(f"the file ends inside a record; the {table.num_rows} rows before it were read")
-        except DecodeError:
+        except decode_error:
             raise LogError(path, "a record is no W&B record", table.num_rows) from None
     return table
 
