@@ -34,9 +34,9 @@ def discover(paths: Sequence[Path], on_error: Callable[[str], None]) -> list[Sou
     sources: list[Source] = []
     seen: set[str] = set()
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):
             found = list(_walk(path, on_error))
-        elif path.exists():
+        elif os.path.exists(path):
             found = [Source(path, (path,), named=True)]
         else:
             on_error(f"{path}: no such file or folder")

@@ -6,6 +6,7 @@ Weights & Biases runs, fairseq and Megatron-LM text logs; see docs/scan.md. Impo
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader of our output went away, and Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -1,11 +1,13 @@
 """Tell a log's format by its content, not by its name, and hand it to its reader."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.readers import delimited, json_logs, tensorboard_events, text_logs, wandb_offline
+from experiments.readers import layout as layouts
 from experiments.readers.columns import ColumnRequest, missing_column
 from experiments.readers.opening import Tick, decode_head, head_of
 from experiments.readers.series import no_loss
@@ -34,7 +36,7 @@ class Source:
     @property
     def num_bytes(self) -> int:
         """Size on disk."""
-        return sum(file.stat().st_size for file in self.files if file.exists())
+        return sum(os.path.getsize(file) for file in self.files if os.path.exists(file))
 
 
 def read_table(source: Source, request: ColumnRequest, tick: Tick) -> LogTable:
@@ -88,15 +90,15 @@ def _read_text(source: Source, text: str, request: ColumnRequest, tick: Tick) ->
     kind = text_logs.sniff(text)
     if kind in ("fairseq", "megatron"):
         return text_logs.read(path, kind, request, tick)
-    layout = delimited.sniff(text, request)
-    if layout and (source.named or is_table(path) or delimited.holds_numbers(text, layout, request)):
+    layout = layouts.sniff(text, request)
+    if layout and (source.named or is_table(path) or layouts.holds_numbers(text, layout, request)):
         return delimited.read(path, layout, request, tick)
-    automatic = delimited.sniff(text, ColumnRequest())
+    automatic = layouts.sniff(text, ColumnRequest())
     if automatic and request.loss and (source.named or is_table(path)):
         raise LogError(path, missing_column(request.loss, "loss", automatic.names))
     if kind:
         return text_logs.read(path, kind, request, tick)
-    names = delimited.guess_names(text)
+    names = layouts.guess_names(text)
     if names and request.loss:
         raise NotALogError(path, missing_column(request.loss, "loss", names))
     raise NotALogError(path, no_loss(names) if names else "no known log format")
@@ -104,4 +106,4 @@ def _read_text(source: Source, text: str, request: ColumnRequest, tick: Tick) ->
 
 def is_table(path: Path) -> bool:
     """Whether a file's name says that it is a table (``.csv``, ``.tsv.gz``)."""
-    return bool(delimited.TABLE_SUFFIXES & {suffix.lower() for suffix in path.suffixes[-2:]})
+    return bool(layouts.TABLE_SUFFIXES & {suffix.lower() for suffix in path.suffixes[-2:]})

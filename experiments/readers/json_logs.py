@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.readers.columns import HELD_OUT, ColumnRequest, normalise
 from experiments.readers.opening import Tick, open_text
-from experiments.readers.table import LogError, NotALogError, RecordTable, parse_number
+from experiments.readers.table import BLANK, NOT_LOGGED, LogError, NotALogError, RecordTable, parse_number
 
 MAX_DEPTH = 4  # nesting beyond this is configuration, not metrics
 
@@ -43,8 +43,10 @@ def flatten(record: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iter
 
 
 def to_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Keep a record's numbers. A null is a NaN (strict writers have no other word for it), except in rows of held-out
-    metrics, where it says that no training metric was logged.
+    """Keep a record's numbers.
+
+    A null is a NaN (strict writers have no other word for it), except in rows of held-out metrics, where it says that
+    no training metric was logged.
     """
     numbers: dict[str, float] = {}
     nulls: list[str] = []
@@ -67,6 +69,7 @@ def read_lines(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable:
     table = RecordTable("jsonl", request.wants)
     with open_text(path, tick) as stream:
         for number, line in enumerate(stream, 1):
+            line = line.strip("\0") if line[:1] == "\0" else line
             if not line.strip():
                 continue
             try:
@@ -79,7 +82,7 @@ def read_lines(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable:
                 raise LogError(path, f"not JSON ({what}): {line[:40]!r}", table.num_rows, number) from None
             if not isinstance(record, dict):
                 raise LogError(path, f"not a JSON object: {line[:40]!r}", table.num_rows, number)
-            table.append(to_numbers(record))
+            _append(table, record, path, number)
     return table
 
 
@@ -126,10 +129,23 @@ def _columns(document: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: value for name, value in lists.items() if len(value) == longest}
 
 
+def _append(table: RecordTable, record: dict[str, Any], path: Path, line: int | None = None) -> None:
+    """Add a record; a text where a wanted number belongs spoils its column."""
+    numbers = to_numbers(record)
+    for name, value in flatten(record):
+        if isinstance(value, str) and name not in numbers and table.keeps(name) and not _is_blank(value):
+            table.spoil(name, path, value, table.num_rows, line)
+    table.append(numbers)
+
+
+def _is_blank(text: str) -> bool:
+    return text.strip(BLANK).lower() in NOT_LOGGED
+
+
 def _from_records(format: str, records: list[Any], path: Path, request: ColumnRequest) -> RecordTable:
     table = RecordTable(format, request.wants)
     for row, record in enumerate(records):
         if not isinstance(record, dict):
             raise NotALogError(path, f"entry {row} is no JSON object")
-        table.append(to_numbers(record))
+        _append(table, record, path)
     return table

@@ -52,6 +52,7 @@ def align(table: LogTable, path: Path, request: ColumnRequest) -> Series:
     Raises:
         ColumnError: A column the user named is missing.
         NotALogError: No loss column.
+        LogError: A column holds something that is no number.
     """
     name = choose(table, request, "loss")
     if name is None:
@@ -60,6 +61,9 @@ def align(table: LogTable, path: Path, request: ColumnRequest) -> Series:
     step_name = choose(table, request, "step", at_least=len(loss.rows) // 2)
     grad_name = choose(table, request, "grad_norm")
     grad_name = None if grad_name == name else grad_name
+    for used in (name, step_name, grad_name):
+        if used in table.spoiled:
+            raise table.spoiled[used]
     step_of = _Steps(table.columns[step_name] if step_name else Column())
     rows, values = list(loss.rows), list(loss.values)
     steps = step_of.fill(rows)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 Wanted = Callable[[str], bool]
 
+BLANK = " \t\r\n\0"  # file systems leave zero bytes where a crash came between a file's growth and its data
 # Spellings float() does not know. Empty-like words mean "not logged"; the others are non-finite values.
 NOT_LOGGED = frozenset({"", "none", "na", "n/a", "-", "--", "<na>"})
 NON_FINITE = {"null": math.nan, "1.#qnan": math.nan, "-1.#ind": math.nan, "1.#inf": math.inf, "-1.#inf": -math.inf}
@@ -55,7 +56,7 @@ def parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        word = text.strip().strip("\"'").lower()
+        word = text.strip(BLANK).strip("\"'").lower()
     if word in NOT_LOGGED:
         return None
     if word in NON_FINITE:
@@ -87,6 +88,7 @@ class LogTable:
         num_rows: Data rows in the file, those without a loss included.
         columns: Wanted columns by name.
         names: Every column seen, wanted or not, in order of appearance.
+        spoiled: The first value of a column that is no number.
         notes: Things worth a warning, e.g. that the last record was cut.
     """
 
@@ -94,6 +96,7 @@ class LogTable:
     num_rows: int = 0
     columns: dict[str, Column] = field(default_factory=dict)
     names: dict[str, None] = field(default_factory=dict)
+    spoiled: dict[str, LogError] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, row: int, name: str, value: float) -> None:
@@ -102,6 +105,12 @@ class LogTable:
         if column is None:
             column = self.columns[name] = Column()
         column.add(row, value)
+
+    def spoil(self, name: str, path: Path, text: str, row: int, line: int | None = None) -> None:
+        """Remember the first value of a column that is no number: an error only if that column is used."""
+        if name not in self.spoiled:
+            message = f"column '{name}' holds {text[:60]!r}, not a number"
+            self.spoiled[name] = LogError(path, message, row, line)
 
     def see(self, names: Iterable[str]) -> None:
         """Remember that these columns exist."""

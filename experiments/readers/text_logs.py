@@ -87,7 +87,7 @@ def printed_record(line: str) -> Record | None:
 
 
 PRINTED = re.compile(rf"([A-Za-z][\w./]*(?:[ -](?:loss|norm))?)['\"]?\s*[:=]?\s*({NUMBER})", re.I)
-HELD_OUT_LINE = re.compile(r"\b(val|valid|validation|eval|evaluation|test|dev)(?:[_ /]?loss)?\b", re.I)
+HELD_OUT_LINE = re.compile(r"\b(val|valid|validation|eval|evaluation|test|dev|train_runtime)(?:[_ /]?loss)?\b", re.I)
 
 
 def _pairs(text: str, separator: str, joint: str) -> dict[str, float]:
@@ -121,7 +121,7 @@ def sniff(head: str) -> str | None:
             if record and any(loss_rank(key) is not None for key in record):
                 if name != "text":
                     return name
-                prints += any(step_rank(key) is not None for key in record)
+                prints += "'loss'" in line or any(step_rank(key) is not None for key in record)
     return "text" if prints >= FEWEST_PRINTS else None
 
 
