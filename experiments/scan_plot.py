@@ -32,6 +32,7 @@ BAND = 4.0  # half width of the baseline band, in units of the noise
 EXTREME_RANGE = 8.0  # largest value over median beyond which a linear axis shows nothing but the spike
 OFF_SCALE = 1e3  # times the 99th percentile: a divergence beyond it runs off a logarithmic axis
 DESCENT_ROOM = 0.5  # how much of the initial descent is shown, in ranges of the later values
+LARGEST_DRAWN = 1e100
 MAX_MARKS = 60  # outliers and shifts marked per run
 COLORS = {
     "outlier": "#8a8a8a", "shift": "#17a2b8", "jump": "#e69500", "rise": "#b04fc4", "divergence": "#d62728",
@@ -136,10 +137,15 @@ def plain_axis(steps: Sequence[float]) -> Floats:
 def _curve(ax: Axes, x: Floats, y: Floats, color: str) -> None:
     """Draw one curve, thinned, broken where the steps go back (a resumed run) instead of zig-zagging."""
     keep = thin(y)
-    x, y = x[keep], y[keep].copy()
-    y[~np.isfinite(y)] = np.nan
+    x, y = x[keep], y[keep]
+    y = drawable(y)
     back = np.flatnonzero(np.diff(x) < 0) + 1
     ax.plot(np.insert(x, back, np.nan), np.insert(y, back, np.nan), color=color, linewidth=0.8)
+
+
+def drawable(y: Floats) -> Floats:
+    """Blank non-finite values, and bound the others to what a logarithmic axis can label; same shape."""
+    return np.where(np.isfinite(y), np.clip(y, -LARGEST_DRAWN, LARGEST_DRAWN), np.nan)
 
 
 def thin(y: Floats) -> NDArray[np.intp]:
@@ -168,8 +174,8 @@ def thin(y: Floats) -> NDArray[np.intp]:
 def _band(ax: Axes, x: Floats, result: ScanResult) -> None:
     """Shade the baseline, plus and minus ``BAND`` times the noise."""
     stride = max(1, len(x) // MAX_POINTS)
-    base = np.asarray(result.baseline, np.float64)[::stride]
-    half = BAND * np.asarray(result.scale, np.float64)[::stride]
+    base = drawable(np.asarray(result.baseline, np.float64)[::stride])
+    half = drawable(BAND * np.asarray(result.scale, np.float64)[::stride])
     x = x[::stride]
     known = np.isfinite(base) & np.isfinite(half) & (np.diff(x, prepend=x[0]) >= 0)
     ax.fill_between(x, base - half, base + half, where=known.tolist(), color=BAND_COLOR, alpha=0.45, linewidth=0)
@@ -182,7 +188,7 @@ def set_scale(ax: Axes, y: Floats) -> None:
         ax: Where ``y`` is drawn.
         y: Values, [N].
     """
-    finite = y[np.isfinite(y)]
+    finite = drawable(y)[np.isfinite(y)]
     if not len(finite):
         ax.set_yticks([])
         ax.text(0.5, 0.5, "every value is non-finite", transform=ax.transAxes, ha="center", fontsize=9)

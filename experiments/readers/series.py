@@ -9,6 +9,8 @@ from pathlib import Path
 from experiments.readers.columns import ColumnRequest, choose, listed
 from experiments.readers.table import Column, LogTable, NotALogError
 
+LARGEST_STEP = 1e15
+
 
 @dataclass
 class Series:
@@ -91,8 +93,10 @@ class _Steps:
 
 
 def as_step(value: float) -> float:
-    """Return an integer for an integer-like step (``100.0``), the value as it is otherwise."""
-    return int(value) if value.is_integer() else value if math.isfinite(value) else math.nan
+    """Return an integer for an integer-like step (``100.0``), NaN for what is no step, the value as it is otherwise."""
+    if not abs(value) < LARGEST_STEP:
+        return math.nan
+    return int(value) if value.is_integer() else value
 
 
 def _beside(rows: list[int], steps: list[float], grad: Column, step_of: _Steps) -> list[float | None]:
