@@ -335,6 +335,9 @@ def test_megatron_lines(tmp_path: Path) -> None:
     "line",
     [
         "step {step:6d}/19560 | loss {loss:.6f} (+nanz)| norm {norm:.4f} (+nanz)| lr 8.57e-07 | 2853.77 ms",
+        "step {step} | loss {loss:.2f} | norm {norm:.2f}",
+        "step: {step}, loss: {loss}, grad_norm: {norm}",
+        "{{'step': {step}, 'loss': {loss}, 'grad_norm': {norm}, 'learning_rate': 1e-05}}",
         "step:{step}/5100 train_loss:{loss:.4f} grad_norm:{norm:.4f} train_time:12ms step_avg:3.1ms",
         "iter {step}: loss {loss:.4f}, norm {norm:.4f}, time 12.00ms, mfu 12.0%",
         "step={step}, loss={loss}, grad_norm={norm}",

@@ -279,6 +279,6 @@ def test_a_missing_extra_is_named(
 ) -> None:
     path = tmp_path / "events.out.tfevents.1.host"
     path.write_bytes(b"\0" * 40)
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     assert run(path) == 1
     assert "needs tensorboard: pip install 'ballast[scan]'" in capsys.readouterr().err

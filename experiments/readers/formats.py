@@ -91,7 +91,8 @@ def _read_text(source: Source, text: str, request: ColumnRequest, tick: Tick) ->
     if kind in ("fairseq", "megatron"):
         return text_logs.read(path, kind, request, tick)
     layout = layouts.sniff(text, request)
-    if layout and (source.named or is_table(path) or layouts.holds_numbers(text, layout, request)):
+    sure = source.named and kind is None
+    if layout and (sure or is_table(path) or layouts.holds_numbers(text, layout, request)):
         return delimited.read(path, layout, request, tick)
     automatic = layouts.sniff(text, ColumnRequest())
     if automatic and request.loss and (source.named or is_table(path)):

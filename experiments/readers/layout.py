@@ -10,6 +10,7 @@ from experiments.readers.table import parse_number
 DELIMITERS = (",", "\t", ";", "|")
 BLANKS = " "  # stands for any run of spaces
 SAMPLE_LINES = 20
+VALUE = re.compile(r"[\w)\"'] *[ =:] *[-+]?\d+\.\d")  # "loss 5.91", "loss=5.91": a line of prints, not a header
 MAX_NAME = 200  # a longer "column name" is prose or data
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 
@@ -76,7 +77,7 @@ def _with_header(
     header: str, rows: Sequence[str], delimiter: str, request: ColumnRequest, lines_before: int
 ) -> Layout | None:
     names = split(header, delimiter)
-    if not all(len(name) <= MAX_NAME for name in names) or not request.names_a_loss(names):
+    if any(len(name) > MAX_NAME or VALUE.search(name) for name in names) or not request.names_a_loss(names):
         return None
     widths = [len(split(row, delimiter)) for row in rows[:5]]
     if len(names) == 1 or (widths and all(width <= 1 for width in widths)):

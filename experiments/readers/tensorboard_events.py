@@ -1,23 +1,18 @@
-"""TensorBoard event files, read with the tensorboard package (the ``scan`` extra).
+"""TensorBoard event files, decoded with the tensorboard package (the ``scan`` extra).
 
 A row is a run of consecutive scalar events of one step in which no tag repeats: what one logging call wrote. Several
 files in one folder are one run (the writer opens a new file at every restart), read in the order of their names.
 """
 
 import importlib
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.readers.columns import ColumnRequest
-from experiments.readers.opening import COMPRESSIONS, DAMAGED, Tick, check_regular, open_bytes
+from experiments.readers.opening import Tick, open_bytes
 from experiments.readers.table import LogError, RecordTable
-
-FRAME_BYTES = 16  # length (8), its checksum (4), and the checksum of the data (4)
-HEADER_BYTES = 12
+from experiments.readers.tfrecord import LONGEST_CHECKED, CutRecord, records
 
 
 def read(paths: Sequence[Path], request: ColumnRequest, tick: Tick) -> RecordTable:
@@ -32,49 +27,32 @@ def read(paths: Sequence[Path], request: ColumnRequest, tick: Tick) -> RecordTab
         LogError: The tensorboard package is missing, or a file is damaged elsewhere than at its end.
     """
     table = RecordTable("tensorboard", request.wants)
+    try:
+        event_type = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+    except ImportError:
+        raise LogError(paths[0], "reading TensorBoard files needs tensorboard: pip install 'ballast[scan]'") from None
     for path in paths:
-        check_regular(path)
-        with _plain(path) as plain:
-            _read_file(path, plain, table, tick)
+        _read_file(path, event_type, table, tick)
     return table
 
 
-@contextmanager
-def _plain(path: Path) -> Iterator[Path]:
-    """Unpack a compressed event file beside nothing: the package reads plain files only."""
-    with path.open("rb") as stream:
-        head = stream.read(8)
-    if not any(head.startswith(magic) for magic, _ in COMPRESSIONS):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(prefix="events.out.tfevents.") as unpacked:
-        try:
-            with open_bytes(path) as packed:
-                shutil.copyfileobj(packed, unpacked)
-        except DAMAGED as error:
-            raise LogError(path, f"damaged compression ({error})") from None
-        unpacked.flush()
-        yield Path(unpacked.name)
-
-
-def _read_file(path: Path, plain: Path, table: RecordTable, tick: Tick) -> None:
-    try:
-        loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
-        event_type = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
-    except ImportError:
-        raise LogError(path, "reading TensorBoard files needs tensorboard: pip install 'ballast[scan]'") from None
+def _read_file(path: Path, event_type: Any, table: RecordTable, tick: Tick) -> None:
     row: dict[str, float] = {}
-    consumed = count = 0
-    for record in loader.RawEventFileLoader(str(plain)).Load():
-        consumed += len(record) + FRAME_BYTES
-        tick(len(record) + FRAME_BYTES)
-        event = _parse(event_type, record, path, count)
-        count += 1
-        if event.HasField("summary"):
-            row = _add_event(event, row, table)
+    count = 0
+    with open_bytes(path, tick) as stream:
+        try:
+            for record in records(stream, path):
+                if len(record) <= LONGEST_CHECKED:
+                    event = _parse(event_type, record, path, count)
+                    if event.HasField("summary"):
+                        row = _add_event(event, row, table)
+                count += 1
+        except CutRecord:
+            if not count:
+                raise LogError(path, "not a TensorBoard event file, or cut in its first record") from None
+            table.notes.append(f"the last record ({count}) of {path.name} is cut and was left out")
     if row:
         table.append(row)
-    _check_end(path, plain, consumed, count, table)
 
 
 def _parse(message: Any, record: bytes, path: Path, count: int) -> Any:
@@ -111,18 +89,3 @@ def scalar(value: Any) -> float | None:
         return float(array.item()) if array.size == 1 else None
     except (TypeError, ValueError):
         return None  # a text
-
-
-def _check_end(path: Path, plain: Path, consumed: int, count: int, table: RecordTable) -> None:
-    """Tell a record cut at the end of the file (a killed run) from damage in the middle, where data would be lost."""
-    left = plain.stat().st_size - consumed
-    if left <= 0:
-        return
-    with plain.open("rb") as stream:
-        stream.seek(consumed)
-        header = stream.read(HEADER_BYTES)
-    length = int.from_bytes(header[:8], "little")
-    if count and (len(header) < HEADER_BYTES or length + FRAME_BYTES > left) and length < 1 << 31:
-        table.notes.append(f"the last record ({count}) of {path.name} is cut and was left out")
-        return
-    raise LogError(path, f"record {count} is damaged ({left} bytes left unread)")
