@@ -249,6 +249,12 @@ def test_json_documents(tmp_path: Path) -> None:
         assert (series.rows, series.steps, series.loss) == ([0, 1], [1, 2], [5.5, 5.25])
 
 
+def test_records_of_which_the_first_is_very_long(tmp_path: Path) -> None:
+    lines = [{"config": "x" * 100_000, "loss": 5.5}, {"loss": 5.25}]
+    series = read(write(tmp_path / "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines)))
+    assert (series.rows, series.loss) == ([0, 1], [5.5, 5.25])
+
+
 def test_hugging_face_trainer_state(tmp_path: Path) -> None:
     history = [
         {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-4, "loss": 5.5, "step": 10},
@@ -338,6 +344,7 @@ def test_megatron_lines(tmp_path: Path) -> None:
         "step {step} | loss {loss:.2f} | norm {norm:.2f}",
         "step: {step}, loss: {loss}, grad_norm: {norm}",
         "{{'step': {step}, 'loss': {loss}, 'grad_norm': {norm}, 'learning_rate': 1e-05}}",
+        "s:{step} trl:{loss:.4f} lr:0.000600 norm:{norm:.2f}",
         "step:{step}/5100 train_loss:{loss:.4f} grad_norm:{norm:.4f} train_time:12ms step_avg:3.1ms",
         "iter {step}: loss {loss:.4f}, norm {norm:.4f}, time 12.00ms, mfu 12.0%",
         "step={step}, loss={loss}, grad_norm={norm}",

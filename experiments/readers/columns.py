@@ -13,7 +13,7 @@ LOSS_NAMES = (
     "train_bits_codebook_0", "bits_codebook_0", "train_loss_step", "training_loss_step", "train_loss", "training_loss",
     "loss_train", "loss_training", "lm_loss", "train_lm_loss", "lm_loss_training", "loss_step", "loss",
     "train_step_loss", "train_batch_loss", "batch_loss", "step_loss", "train_total_loss", "total_loss", "loss_total",
-    "train_loss_epoch", "training_loss_epoch", "loss_epoch",
+    "trl", "train_loss_epoch", "training_loss_epoch", "loss_epoch",
 )  # fmt: skip
 GRAD_NAMES = (
     "grad_norm_total", "grad_norm", "gradient_norm", "train_grad_norm", "train_gradient_norm", "gnorm", "train_gnorm",

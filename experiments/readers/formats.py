@@ -13,6 +13,7 @@ from experiments.readers.opening import Tick, decode_head, head_of
 from experiments.readers.series import no_loss
 from experiments.readers.table import LogError, LogTable, NotALogError
 
+LARGE_HEAD = 1 << 20  # of a JSON file is searched for a loss
 EVENT_FILE = "tfevents"  # part of the name of every TensorBoard event file
 JSON_BEGIN = re.compile(r"\{\s*[\"}]|\[\s*[{\]]")
 JSON_LINE = re.compile(r"\{\s*\"[^\n]*\}\s*$")  # looks like a record of its own, broken or not
@@ -58,7 +59,7 @@ def read_table(source: Source, request: ColumnRequest, tick: Tick) -> LogTable:
     if "\0" in text[:4096]:
         raise NotALogError(path, "binary file of no known log format")
     if shape := json_shape(text):
-        if not source.named and not _mentions_loss(text, request):
+        if not source.named and not _mentions_loss(decode_head(head_of(path, LARGE_HEAD)), request):
             raise NotALogError(path, "JSON without a loss")
         return (json_logs.read_lines if shape == "lines" else json_logs.read_document)(path, request, tick)
     return _read_text(source, text, request, tick)

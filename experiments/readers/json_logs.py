@@ -104,8 +104,10 @@ def read_document(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
-        raise LogError(path, f"not JSON ({getattr(error, 'msg', type(error).__name__)}, line {line})") from None
+        message = str(getattr(error, "msg", type(error).__name__))
+        if message == "Extra data":  # records one after the other, the first of them very long
+            return read_lines(path, request, lambda _: None)
+        raise LogError(path, f"not JSON ({message}, line {getattr(error, 'lineno', '?')})") from None
     if isinstance(document, dict) and isinstance(document.get("log_history"), list):
         return _from_records("huggingface", _without_summary(document["log_history"]), path, request)
     if isinstance(document, list) and document:

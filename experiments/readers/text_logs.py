@@ -26,7 +26,7 @@ FAIRSEQ_SIMPLE = re.compile(r"epoch\s+\d+:\s*\d+\s*/\s*\d+\s+(.*=.*)")
 MEGATRON = re.compile(r"iteration\s+(\d+)\s*/\s*\d+\s*\|(.*)")
 NUMBER = r"[-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
 STEP_PRINT = re.compile(
-    r"\b(global_?step|steps?|iterations?|iters?|it|num_updates|updates?)['\"]?\s*[:=#\[(]*\s*(\d+)\b", re.I
+    r"\b(s(?=:\d)|global_?step|steps?|iterations?|iters?|it|num_updates|updates?)['\"]?\s*[:=#\[(]*\s*(\d+)\b", re.I
 )
 FEWEST_PRINTS = 3  # lines with a step and a loss among the first ones; fewer is prose about training
 LONGEST_LINE = 20_000  # a longer line is a dump, not a record

@@ -1,8 +1,8 @@
 """The record framing of TensorBoard event files (TFRecord), read and verified in batches.
 
 A record is its length (8 bytes, little endian), the masked CRC-32C of the length, the data, and the masked CRC-32C of
-the data (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). The tensorboard package checks
-the sums byte by byte in Python, 10 us a scalar; here numpy checks many records of one length at once.
+the data (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). The tensorboard package
+checks the sums byte by byte in Python, 10 us a scalar; here numpy checks many records of one length at once.
 
 Legend of shapes: N records of one length, L bytes each.
 """
