@@ -1,6 +1,7 @@
 """Find the training logs under the paths of a command line and read each as one :class:`Series`."""
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ OTHER_SUFFIXES = frozenset(
         *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".pdf", ".mp4", ".wav", ".flac", ".mp3", ".ogg", ".opus"),
     }
 )
+TRAINER_STATE = "trainer_state.json"
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 OTHER_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 
@@ -55,6 +58,7 @@ def _walk(folder: Path, on_error: Callable[[str], None]) -> Iterator[Source]:
 
     for parent, folders, names in os.walk(folder, onerror=failed):
         folders[:] = sorted(name for name in folders if name not in OTHER_FOLDERS and not name.startswith("."))
+        _drop_older_checkpoints(Path(parent), folders, TRAINER_STATE in names)
         here = Path(parent)
         events = tuple(here / name for name in sorted(names) if EVENT_FILE in name)
         if events:
@@ -63,6 +67,14 @@ def _walk(folder: Path, on_error: Callable[[str], None]) -> Iterator[Source]:
             file = here / name
             if EVENT_FILE not in name and not name.startswith(".") and _may_be_log(file):
                 yield Source(file, (file,), named=False)
+
+
+def _drop_older_checkpoints(parent: Path, folders: list[str], has_state: bool) -> None:
+    """Of a Hugging Face run's checkpoints keep the last: each ``trainer_state.json`` repeats those before it."""
+    found = [name for name in folders if CHECKPOINT.fullmatch(name) and (parent / name / TRAINER_STATE).exists()]
+    found.sort(key=lambda name: int(name.rpartition("-")[2]))
+    for name in found if has_state else found[:-1]:
+        folders.remove(name)
 
 
 def _may_be_log(file: Path) -> bool:

@@ -23,6 +23,7 @@ from experiments.readers.table import LogError, NotALogError
 from experiments.scan_detect import ScanResult, detect, run_record
 from experiments.scan_report import episode_table, summary, write_json
 
+PICTURES = (".png", ".pdf", ".svg", "")
 PLAIN_WIDTH = 160  # of the table where the output is no terminal
 DETECTOR_HELP = {
     "false_alarms": "tolerated false alarms per 100 000 healthy values",
@@ -83,8 +84,8 @@ def _scan(args: argparse.Namespace) -> int:
     try:
         options = [field.name for field in dataclasses.fields(DetectorConfig)]
         config = DetectorConfig(**{name: getattr(args, name) for name in options})
-        for out in (args.json, args.plot):
-            _check_output(out)
+        _check_output(args.json)
+        _check_output(args.plot, PICTURES)
     except ValueError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -104,12 +105,14 @@ def one_line(message: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
-def _check_output(path: Path | None) -> None:
+def _check_output(path: Path | None, suffixes: Sequence[str] = ()) -> None:
     """Refuse an output that cannot be written before anything is read.
 
     Raises:
-        ValueError: Its folder does not exist, or it is a folder.
+        ValueError: Its folder does not exist, it is a folder, or it has another suffix.
     """
+    if path is not None and suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{path}: cannot draw a '{path.suffix}'; choose from {', '.join(filter(None, suffixes))}")
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{path}: no folder {path.parent} to write to")
     if path is not None and path.is_dir():

@@ -46,7 +46,7 @@ def draw(results: Sequence[ScanResult], out: Path) -> list[Path]:
 
     Args:
         results: Scanned runs.
-        out: PNG to write; with several pages ``NAME-1.png``, ``NAME-2.png``, ...
+        out: PNG, PDF or SVG to write, by its suffix; with several pages ``NAME-1.png``, ``NAME-2.png``, ...
 
     Returns:
         The files written.
@@ -55,14 +55,14 @@ def draw(results: Sequence[ScanResult], out: Path) -> list[Path]:
     written: list[Path] = []
     for number, page in enumerate(pages, 1):
         path = out if len(pages) == 1 else out.with_name(f"{out.stem}-{number}{out.suffix}")
-        write_atomically(path, _render(_page(page)))
+        write_atomically(path, _render(_page(page), out.suffix))
         written.append(path)
     return written
 
 
-def _render(figure: Figure) -> bytes:
+def _render(figure: Figure, suffix: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=suffix.lower().lstrip(".") or "png")
     return buffer.getvalue()
 
 

@@ -518,6 +518,8 @@ def test_a_folder_is_searched_and_what_is_no_log_is_passed_over(tmp_path: Path) 
     write(tmp_path / "prose", "loss, step\nand words, too\n")
     write(tmp_path / "labels.csv", "id,kind\na,b\n")
     write(tmp_path / "config.json", '{"loss_weight": 1.0, "model": "x"')
+    write(tmp_path / "train_results.json", '{"train_loss": 1.0, "epoch": 3.0}')
+    write(tmp_path / "wandb-summary.json", '{"train/loss": 1.0, "_step": 3, "ids": [1]}\n')
     write(tmp_path / "weights.bin", os.urandom(4096))
     write(tmp_path / "unknown", os.urandom(4096))
     write(tmp_path / "empty.csv", "")
@@ -530,3 +532,12 @@ def test_a_folder_is_searched_and_what_is_no_log_is_passed_over(tmp_path: Path) 
         except NotALogError:
             continue
     assert found == [Path("runs/b.csv.gz"), Path("runs/a/metrics.csv")]
+
+
+def test_of_hugging_face_checkpoints_the_last_is_read(tmp_path: Path) -> None:
+    state = json.dumps({"log_history": [{"loss": 5.0, "step": 1}]})
+    for folder in ("run/checkpoint-500", "run/checkpoint-1000", "done/checkpoint-500", "done"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        write(tmp_path / folder / "trainer_state.json", state)
+    found = [str(source.path.parent.relative_to(tmp_path)) for source in discover([tmp_path], pytest.fail)]
+    assert found == ["done", "run/checkpoint-1000"]

@@ -177,6 +177,14 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     assert captured.out == ""
 
 
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write_csv(tmp_path / "run.csv", healthy(50))
+    assert run(log, "--plot", tmp_path / "out.jpg") == 2
+    assert "cannot draw a '.jpg'; choose from .png, .pdf, .svg" in capsys.readouterr().err
+    assert run(log, "--plot", tmp_path / "out.svg") == 0
+    assert b"<svg" in (tmp_path / "out.svg").read_bytes()
+
+
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run("--jsn", "x")

@@ -14,6 +14,7 @@ from experiments.readers.series import no_loss
 from experiments.readers.table import LogError, LogTable, NotALogError
 
 LARGE_HEAD = 1 << 20  # of a JSON file is searched for a loss
+LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 EVENT_FILE = "tfevents"  # part of the name of every TensorBoard event file
 JSON_BEGIN = re.compile(r"\{\s*[\"}]|\[\s*[{\]]")
 JSON_LINE = re.compile(r"\{\s*\"[^\n]*\}\s*$")  # looks like a record of its own, broken or not
@@ -58,15 +59,20 @@ def read_table(source: Source, request: ColumnRequest, tick: Tick) -> LogTable:
     text = decode_head(head)
     if "\0" in text[:4096]:
         raise NotALogError(path, "binary file of no known log format")
-    if shape := json_shape(text):
+    if shape := json_shape(text, source.named or path.suffix in LINES_SUFFIXES):
         if not source.named and not _mentions_loss(decode_head(head_of(path, LARGE_HEAD)), request):
             raise NotALogError(path, "JSON without a loss")
         return (json_logs.read_lines if shape == "lines" else json_logs.read_document)(path, request, tick)
     return _read_text(source, text, request, tick)
 
 
-def json_shape(head: str) -> str | None:
-    """Tell ``"lines"`` of JSON from one ``"document"``; None where the text is no JSON."""
+def json_shape(head: str, one_record_is_a_log: bool = True) -> str | None:
+    """Tell ``"lines"`` of JSON from one ``"document"``; None where the text is no JSON.
+
+    Args:
+        head: The beginning of the file.
+        one_record_is_a_log: Whether a single object is a log of one row, rather than a summary or a configuration.
+    """
     text = head.lstrip()
     first, _, rest = text.partition("\n")
     if JSON_BEGIN.match(text) is None:
@@ -77,8 +83,10 @@ def json_shape(head: str) -> str | None:
         return "document" if JSON_LINE.match(first) is None or not rest.strip() else "lines"
     if not isinstance(record, dict) or "log_history" in record:
         return "document"
-    is_columns = not rest.strip() and any(isinstance(value, list) for value in record.values())
-    return "document" if is_columns else "lines"
+    if rest.strip():
+        return "lines"
+    is_columns = any(isinstance(value, list) for value in record.values())
+    return "document" if is_columns or not one_record_is_a_log else "lines"
 
 
 def _mentions_loss(text: str, request: ColumnRequest) -> bool:
