@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import PickleError  # raised by torch's own reader; nothing is unpickled here
 from typing import Any
 
 import numpy as np
@@ -187,9 +188,14 @@ def check_hub(hub_id: str) -> None:
 
 
 def _from_pretrained(kind: Any, source: str, *, local: bool) -> Any:
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(source, local_files_only=local, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, PickleError, SafetensorError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"weights={source!r}: no {kind.__name__} can be read there ({reason})") from None
     lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
