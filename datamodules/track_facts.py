@@ -6,6 +6,7 @@ import csv
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 COLUMNS = {name: name for name in ("licence", "attribution", "source", "split")} | {"license": "licence"}
@@ -78,14 +79,14 @@ def assign_splits(
 ) -> dict[str, str]:
     """Give every track its split, by the hash of its id, whole tracks only.
 
-    A track's split does not change when others come or go, with one exception: where none of two or more tracks falls
+    A track's split does not change when others come or go, with one exception: where no usable track of several falls
     into the validation split, the usable one with the smallest hash does.
 
     Args:
         tracks: all track ids.
         val_fraction: share of tracks for validation, 0..1; 0 gives none.
         given: splits decided elsewhere ("" leaves it to the hash).
-        usable: whether a track can be in the set at all; asked only for that exception.
+        usable: whether a track can be in the set at all; asked until one is found.
 
     Raises:
         ValueError: `val_fraction` is out of range.
@@ -95,6 +96,8 @@ def assign_splits(
     free = [track for track in tracks if not given.get(track)]
     splits = {track: given[track] if given.get(track) else "train" for track in tracks}
     chosen = [track for track in free if hash_share(track) < val_fraction]
-    if not chosen and val_fraction > 0 and len(free) > 1 and "val" not in splits.values():
-        chosen = [next((track for track in sorted(free, key=hash_share) if usable(track)), free[0])]
+    empty = "val" not in splits.values() and not any(usable(track) for track in chosen)
+    if empty and val_fraction > 0 and len(free) > 1:
+        rest = sorted(free, key=hash_share)[len(chosen) :]
+        chosen += islice(filter(usable, rest), 1)
     return splits | dict.fromkeys(chosen, "val")
