@@ -81,11 +81,7 @@ class CodecTokens(L.LightningDataModule):
         self._bad = BadShards(on_bad_shard, max_bad_shards)
         self._num_frames, self._global_batch, self._seed = num_frames, global_batch, seed
         self._min_frames, self._verify, self._shuffle_shards = min_frames, verify, shuffle_shards
-        self._workers = {
-            "num_workers": num_workers,
-            "persistent_workers": persistent_workers and num_workers > 0,
-            "start_method": start_method if num_workers > 0 else None,
-        }
+        self._num_workers, self._persistent_workers, self._start_method = num_workers, persistent_workers, start_method
         self._splits = {"train": train_split, "val": val_split, "test": test_split or val_split}
         self._val_batch, self._val_clips = val_batch, val_clips
         self._pending: Mapping[str, Any] | None = None
@@ -106,7 +102,15 @@ class CodecTokens(L.LightningDataModule):
         if self.train_loader is None or (self.train_loader.rank, self.train_loader.world) != (rank, world):
             state = self._pending or (self.train_loader.state_dict() if self.train_loader else None)
             stream = self._stream("train")
-            self.train_loader = TokenLoader(stream, rank=rank, world=world, **self._workers)  # type: ignore[arg-type]
+            self.train_loader = TokenLoader(
+                stream,
+                rank=rank,
+                world=world,
+                num_workers=self._num_workers,
+                persistent_workers=self._persistent_workers,
+                start_method=self._start_method,
+                in_flight=self._in_flight,
+            )
             if state is not None:
                 self.train_loader.load_state_dict(state)
             self._pending = None
@@ -142,6 +146,13 @@ class CodecTokens(L.LightningDataModule):
             self.train_loader.load_state_dict(state_dict)
         else:
             self._pending = dict(state_dict)
+
+    def _in_flight(self) -> bool:
+        """Whether the batch handed out last has not gone through its training step yet."""
+        if self.trainer is None or not self.trainer.training:
+            return False
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(progress.ready > progress.processed)
 
     def _rank(self) -> tuple[int, int]:
         if self.trainer is None:

@@ -9,7 +9,8 @@ Legend: G clips of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class TokenLoader:
         persistent_workers: keep the workers over restarts.
         start_method: "fork", "spawn" or "forkserver" for the workers; None for the platform's own.
         prefetch: batches each worker reads ahead.
+        in_flight: tells whether the batch handed out last is still being trained; the position is then that batch, so
+            that a checkpoint written by an exception or a signal loses none. None: it counts as trained.
 
     Raises:
         ValueError: the global batch is not divisible by `world`.
@@ -48,24 +51,24 @@ class TokenLoader:
         persistent_workers: bool = False,
         start_method: str | None = None,
         prefetch: int = 2,
+        in_flight: Callable[[], bool] | None = None,
     ) -> None:
         if stream.order.global_batch % world:
             raise ValueError(f"global_batch={stream.order.global_batch}: not divisible by {world} ranks")
         if num_workers < 0 or not 0 <= rank < world:
             raise ValueError(f"num_workers={num_workers}, rank={rank} of world={world}: out of range")
         self.stream, self.rank, self.world = stream, rank, world
-        self.batch_number = 0
-        self.skip: list[tuple[int, int]] = []
-        self.banned: list[int] = []
+        self._at = _Position()
+        self._last: int | None = None
+        self._in_flight = in_flight
         self._dataset = _Batches(stream, rank, world)
-        self._tasks = _Tasks(self)
-        self._reader: Iterator[Batch] | None = None
-        self._workers: DataLoader[Batch] | None = None
+        self._reader: Iterator[Batch | Exception] | None = None
+        self._workers: DataLoader[Batch | Exception] | None = None
         if num_workers > 0:
             self._workers = DataLoader(
                 self._dataset,
                 batch_size=None,
-                sampler=self._tasks,
+                sampler=_Tasks(self._at),
                 num_workers=num_workers,
                 persistent_workers=persistent_workers,
                 multiprocessing_context=start_method,
@@ -82,10 +85,13 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it is a position in: a fresh dict of plain values, equal on all ranks."""
+        number = self._at.batch_number
+        if self._last is not None and self._in_flight is not None and self._in_flight():
+            number = self._last
         return {
-            "batch_number": next_unskipped(self.batch_number, self.skip),
-            "skip": [list(pair) for pair in self.skip],
-            "banned": list(self.banned),
+            "batch_number": self._at.task(number)[0],
+            "skip": [list(pair) for pair in self._at.skip],
+            "banned": list(self._at.banned),
             "seed": self.stream.order.seed,
             "global_batch": self.stream.order.global_batch,
             "fingerprint": self.stream.fingerprint,
@@ -98,48 +104,69 @@ class TokenLoader:
             ValueError: the state is malformed, or is of another data set, seed or global batch; nothing is changed
                 then.
         """
-        batch_number, skip, banned = checked_state(state, self.stream)
-        self.batch_number, self.skip, self.banned = batch_number, skip, banned
-        self._reader = None
+        self._at.batch_number, self._at.skip, self._at.banned = checked_state(state, self.stream)
+        self._reader = self._last = None
 
     def _next(self) -> Batch:
-        if self._workers is None:
-            number, banned = self._task(self.batch_number)
-            batch = self.stream.batch(number, self.rank, self.world, banned)
-        else:
-            if self._reader is None:
-                self._reader = iter(self._workers)
-            batch = next(self._reader)
-        self.batch_number = batch["batch_number"] + 1
+        batch = self._read()
+        self._last = batch["batch_number"]
+        self._at.batch_number = batch["batch_number"] + 1
         return batch
 
-    def _task(self, batch_number: int) -> Task:
+    def _read(self) -> Batch:
+        if self._workers is None:
+            number, banned = self._at.task(self._at.batch_number)
+            return self.stream.batch(number, self.rank, self.world, banned)
+        if self._reader is None:
+            self._reader = iter(self._workers)
+        batch = next(self._reader)
+        if isinstance(batch, Exception):
+            self._reader = None
+            raise batch
+        return batch
+
+
+@dataclass
+class _Position:
+    """Where the stream stands. The loader and its workers' task list share it; neither holds the other, so that dropping
+    a loader ends its workers at once and not whenever garbage is collected.
+    """
+
+    batch_number: int = 0
+    skip: list[tuple[int, int]] = field(default_factory=list)
+    banned: list[int] = field(default_factory=list)
+
+    def task(self, batch_number: int) -> Task:
+        """The first batch at or after `batch_number` that is not skipped, and the banned clips."""
         return next_unskipped(batch_number, self.skip), tuple(self.banned)
 
 
 class _Tasks(Sampler[Task]):
-    """Endless batch numbers from the loader's position; runs in the main process, ahead of what was trained."""
+    """Endless tasks from the position on; runs in the main process, ahead of what was trained."""
 
-    def __init__(self, loader: TokenLoader) -> None:
-        self._loader = loader
+    def __init__(self, at: _Position) -> None:
+        self._at = at
 
     def __iter__(self) -> Iterator[Task]:
-        number = self._loader.batch_number
+        number = self._at.batch_number
         while True:
-            task = self._loader._task(number)
+            task = self._at.task(number)
             number = task[0] + 1
             yield task
 
 
-class _Batches(Dataset[Batch]):
+class _Batches(Dataset[Batch | Exception]):
     """`(batch number, banned) -> batch`; what a worker holds. It has no position of its own."""
 
     def __init__(self, stream: TokenStream, rank: int, world: int) -> None:
         self.stream, self.rank, self.world = stream, rank, world
 
-    def __getitem__(self, task: Task) -> Batch:
+    def __getitem__(self, task: Task) -> Batch | Exception:
         number, banned = task
-        return self.stream.batch(number, self.rank, self.world, banned)
+        try:
+            return self.stream.batch(number, self.rank, self.world, banned)
+        except (ValueError, OSError) as error:  # handed over whole: torch would wrap it in the worker's traceback
+            return error
 
 
 class FixedLoader:

@@ -111,9 +111,8 @@ class Order:
         """
         if attempt >= MAX_TRIES:
             banned = 0 if refused_M is None else len(refused_M)
-            raise ValueError(
-                f"no usable clip after {MAX_TRIES} candidates: {banned} of {self.num_clips} clips are banned"
-            )
+            what = f"{banned} of {self.num_clips} clips are banned, or all shards of a set are bad"
+            raise ValueError(f"no usable clip after {MAX_TRIES} candidates: {what}")
         bounds = np.array(self.part_clips, np.int64)
         part = np.searchsorted(bounds, sample_M, side="right") - 1
         bits = hash_words(SUBSTITUTE, self.seed, position_M, attempt)
@@ -180,7 +179,7 @@ def mixture_quotas(weights: Sequence[float], parts: int) -> Int64:
     if not np.isfinite(shares).all() or (shares <= 0).any():
         raise ValueError(f"weights={list(weights)}: each must be a finite number above 0")
     exact = shares / shares.sum() * PERIOD
-    quotas = np.floor(exact + 1e-9).astype(np.int64)
+    quotas: Int64 = np.floor(exact + 1e-9).astype(np.int64)
     rest = PERIOD - int(quotas.sum())
     quotas[np.argsort(quotas - exact, kind="stable")[:rest]] += 1
     if (quotas == 0).any():

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from datamodules.shard_writer import npy_header
 from datamodules.shards import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -27,6 +26,8 @@ from datamodules.shards import (
     check_files,
     check_shard_files,
     check_size,
+    header_fault,
+    npy_header,
     resolve_root,
     sha256_file,
 )
@@ -59,6 +60,7 @@ class ShardReader:
         verify: hash each block on first touch (about 0.3 ms per 512 KiB, once).
         open_shard: gives the local path of a shard's code file, e.g. from a cache in front of an object store; its
             caller must have the offsets file beside it or leave it away. None: the files lie in `root`.
+        whole: hash a whole shard when it is opened instead, so that whether it is bad does not depend on what was read.
         check: look now whether all listed files are there with the right size (only where `open_shard` is None).
 
     Raises:
@@ -73,6 +75,7 @@ class ShardReader:
         *,
         verify: bool = True,
         open_shard: OpenShard | None = None,
+        whole: bool = False,
         check: bool = True,
     ) -> None:
         self.root = resolve_root(root)
@@ -81,6 +84,7 @@ class ShardReader:
         self.codebooks = index.codec.codebooks
         self.codebook_size = index.codec.codebook_size
         self.verify = verify
+        self._whole = whole and verify
         self._open_shard = open_shard
         if check and open_shard is None:
             check_files(self.root, index)
@@ -164,6 +168,8 @@ class ShardReader:
         for shard in wanted:
             if shard not in self._files:
                 self._files[shard] = self._open(shard)
+                if self._whole:
+                    self._verify_shard(shard)
             self._files.move_to_end(shard)
             files[shard] = self._files[shard]
         while len(self._files) > max(MAX_OPEN_FILES, len(wanted)):
@@ -190,16 +196,26 @@ class ShardReader:
 
     def _check_opened(self, number: int, path: Path, descriptor: int) -> None:
         shard = self.shards[number]
-        if os.pread(descriptor, HEADER_BYTES, 0) != npy_header(shard.frames, self.codebooks):
-            raise self._error(number, "its .npy header is not that of the array in the index (dtype, shape or order)")
-        offsets = path.with_name(shard.offsets_file)
-        if self.verify and offsets.exists() and sha256_file(offsets) != shard.offsets_sha256:
-            raise BadShardError(number, f"{offsets}: damaged: its sha256 is not the one in the index; restore it")
+        header = os.pread(descriptor, HEADER_BYTES, 0)
+        if header != npy_header(shard.frames, self.codebooks):
+            raise self._error(number, header_fault(header, shard.frames, self.codebooks))
+        self._check_offsets(number, path.with_name(shard.offsets_file))
         stat = os.fstat(descriptor)
         stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if self._stamps.setdefault(number, stamp) != stamp:  # another file than the one verified before
             self._verified[self._first_block[number] : self._first_block[number + 1]] = False
             self._stamps[number] = stamp
+
+    def _check_offsets(self, number: int, path: Path) -> None:
+        shard = self.shards[number]
+        if not path.exists() and self._open_shard is not None:
+            return  # training reads track borders from the index; a cache need not fetch them
+        try:
+            check_size(path, shard.offsets_bytes)
+        except (FileNotFoundError, ShardError) as error:
+            raise BadShardError(number, str(error)) from None
+        if self.verify and sha256_file(path) != shard.offsets_sha256:
+            raise BadShardError(number, f"{path}: damaged: its sha256 is not the one in the index; restore it")
 
     def _verify_blocks(self, shard_B: Int64, start_B: Int64, stop_B: Int64) -> None:
         base = self._first_block[shard_B]
@@ -210,6 +226,15 @@ class ShardReader:
             for block in range(low, high + 1):
                 if not self._verified[block]:
                     self._verify_block(shard, block)
+
+    def _verify_shard(self, number: int) -> None:
+        try:
+            for block in range(int(self._first_block[number]), int(self._first_block[number + 1])):
+                if not self._verified[block]:
+                    self._verify_block(number, block)
+        except BadShardError:
+            os.close(self._files.pop(number))
+            raise
 
     def _verify_block(self, number: int, block: int) -> None:
         place = block - int(self._first_block[number])

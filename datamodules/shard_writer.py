@@ -1,21 +1,19 @@
 """Writing a shard set: an interruption leaves nothing that reads as whole, and the next start goes on from there.
 
 Tracks are appended to `*.npy.tmp` files and recorded in a journal, one line a track, after their bytes are on disk.
-A full shard is finished, fsynced and renamed; `index.json` is written last, by rename. Opened again after a kill,
-the writer reads the journal, cuts the temporary files back to the last recorded track and continues.
+A full shard is finished, fsynced and renamed; `index.json` is written last, by rename. Opened again after a kill, the
+writer reads the journal, cuts the temporary files back to the last recorded track and continues.
 
 Legend: K codebooks, T frames, V codes a codebook.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -23,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from datamodules.shard_journal import Journal, Row, fsync_folder, write_atomically
 from datamodules.shards import (
     BLOCK_BYTES,
     HEADER_BYTES,
@@ -31,12 +30,15 @@ from datamodules.shards import (
     Shard,
     Track,
     block_digest,
+    check_shard_files,
     index_to_json,
     load_index,
+    npy_header,
     sha256_file,
+    shard_from_json,
+    typed,
 )
 
-JOURNAL_NAME = "journal.jsonl"
 SHARD_BYTES = 64 * 1024 * 1024
 
 
@@ -45,14 +47,12 @@ class _OpenShard:
     """A shard being written: its temporary file and the statistics of what is in it."""
 
     number: int
-    split: str
     file: BinaryIO
     tracks: list[Track]
     counts_KV: npt.NDArray[np.int64]
     frames: int = 0
 
 
-@dataclass
 class ShardWriter:
     """Write tracks of codes into a shard set.
 
@@ -60,31 +60,25 @@ class ShardWriter:
     journal, so that the same call goes on later. Adding to a finished set leaves its index valid until the new one
     replaces it.
 
-    Attributes:
+    Args:
         root: folder of the set, made if absent.
         codec: what made the codes; an existing set or journal must agree.
         shard_bytes: a shard is closed once it holds this many bytes of codes.
+
+    Raises:
+        ValueError: another writer is at work there, or the folder holds codes of another codec.
     """
 
-    root: Path
-    codec: Codec
-    shard_bytes: int = SHARD_BYTES
-    _finished: list[Shard] = field(default_factory=list, init=False)
-    _open: dict[str, _OpenShard] = field(default_factory=dict, init=False)
-    _names: set[str] = field(default_factory=set, init=False)
-    _dirty: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self.root = Path(self.root)
+    def __init__(self, root: str | Path, codec: Codec, shard_bytes: int = SHARD_BYTES) -> None:
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes={shard_bytes}: must be at least 1")
+        self.root, self.codec, self.shard_bytes = Path(root), codec, shard_bytes
+        self._finished: list[Shard] = []
+        self._open: dict[str, _OpenShard] = {}
+        self._names: set[str] = set()
+        self._changed = False
         self.root.mkdir(parents=True, exist_ok=True)
-        self._journal = (self.root / JOURNAL_NAME).open("a+b")
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._journal.close()
-            raise ValueError(
-                f"{self.root}: another writer is at work in this folder; wait for it or choose another"
-            ) from None
+        self._journal = Journal(self.root)
         try:
             self._restore()
         except BaseException:
@@ -132,18 +126,15 @@ class ShardWriter:
 
         Raises:
             ValueError: the name is taken, or the codes have another shape, type or range.
+            OSError: the disk is full or gone; what was recorded before stays.
         """
         if name in self._names:
             raise ValueError(f"track {name!r}: already in {self.root}; track names must differ")
         frames_TK = _checked(codes_KT, self.codec, name)
-        track = Track(name, len(frames_TK), licence, attribution, source)
+        track = typed(Track(name, len(frames_TK), licence, attribution, source))
         shard = self._open.get(split) or self._start(split)
-        data = frames_TK.tobytes()
-        shard.file.write(data)
-        shard.file.flush()
-        os.fsync(shard.file.fileno())
-        row = {"shard": shard.number, "split": split, "digest": block_digest(data), "track": asdict(track)}
-        self._record(row)
+        digest = _append(shard.file, frames_TK.tobytes())
+        self._journal.record({"shard": shard.number, "split": split, "digest": digest, "track": asdict(track)})
         self._account(shard, track, frames_TK)
         if shard.frames * 2 * self.codec.codebooks >= self.shard_bytes:
             self._finish(split)
@@ -156,16 +147,16 @@ class ShardWriter:
         """
         for split in sorted(self._open):
             self._finish(split)
-        shards = tuple(sorted(self._finished, key=lambda shard: shard.file))
+        shards = tuple(sorted(self._finished, key=lambda shard: _number(shard.file)))
         if not shards:
-            self.abandon()
-            (self.root / JOURNAL_NAME).unlink(missing_ok=True)
+            self._journal.remove()
             raise ValueError(f"{self.root}: no track was added: nothing to index")
-        if self._dirty or not (self.root / INDEX_NAME).exists():
+        if self._changed:
             text = json.dumps(index_to_json(self.codec, shards), indent=1, ensure_ascii=True)
             write_atomically(self.root / INDEX_NAME, text.encode())
-        self.abandon()
-        (self.root / JOURNAL_NAME).unlink(missing_ok=True)
+        for leftover in self.root.glob("shard-*.tmp"):  # begun, never recorded
+            leftover.unlink()
+        self._journal.remove()
 
     def abandon(self) -> None:
         """Close all files and leave the folder as it is, to be continued."""
@@ -174,142 +165,119 @@ class ShardWriter:
         self._open.clear()
         self._journal.close()
 
-    def _record(self, row: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(row).encode() + b"\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
-
     def _account(self, shard: _OpenShard, track: Track, frames_TK: npt.NDArray[np.int16]) -> None:
         for book in range(self.codec.codebooks):
             shard.counts_KV[book] += np.bincount(frames_TK[:, book], minlength=self.codec.codebook_size)
         shard.tracks.append(track)
         shard.frames += track.frames
         self._names.add(track.name)
-        self._dirty = True
 
-    def _start(self, split: str, number: int | None = None) -> _OpenShard:
+    def _start(self, split: str) -> _OpenShard:
         taken = [_number(shard.file) for shard in self._finished] + [shard.number for shard in self._open.values()]
-        number = max(taken, default=-1) + 1 if number is None else number
+        return self._open_at(split, max(taken, default=-1) + 1, HEADER_BYTES)
+
+    def _open_at(self, split: str, number: int, size: int) -> _OpenShard:
         path = self.root / f"{_stem(number)}.npy.tmp"
-        file = path.open("w+b" if not path.exists() else "r+b")
-        file.truncate(HEADER_BYTES)
-        file.seek(HEADER_BYTES)
+        path.touch()
+        file = path.open("r+b")  # stays open until the shard is full
+        file.truncate(size)
+        file.seek(size)
         counts = np.zeros((self.codec.codebooks, self.codec.codebook_size), np.int64)
-        self._open[split] = _OpenShard(number, split, file, [], counts)
+        self._open[split] = _OpenShard(number, file, [], counts)
         return self._open[split]
 
     def _finish(self, split: str) -> None:
         shard = self._open.pop(split)
         path = self.root / f"{_stem(shard.number)}.npy"
-        shard.file.seek(0)
-        shard.file.write(npy_header(shard.frames, self.codec.codebooks))
-        shard.file.flush()
-        os.fsync(shard.file.fileno())
-        shard.file.close()
-        offsets = np.cumsum([0, *(track.frames for track in shard.tracks)], dtype=np.int64)
+        with shard.file as file:
+            file.seek(0)
+            file.write(npy_header(shard.frames, self.codec.codebooks))
+            file.flush()
+            os.fsync(file.fileno())
         offsets_path = self.root / f"{_stem(shard.number)}.offsets.npy"
-        buffer = io.BytesIO()
-        np.save(buffer, offsets)
-        write_atomically(offsets_path, buffer.getvalue())
+        write_atomically(offsets_path, npy_bytes(track_offsets(shard.tracks)))
         os.replace(f"{path}.tmp", path)
-        _fsync_folder(self.root)
-        self._finished.append(_describe(path, offsets_path, shard))
-        self._record({"finished": asdict(self._finished[-1])})
+        fsync_folder(self.root)
+        described = _describe(path, offsets_path, split, shard)
+        self._journal.record({"finished": asdict(described)})
+        self._finished.append(described)
+        self._changed = True
 
     def _restore(self) -> None:
+        """Take up a finished set, and what the journal of an interrupted writer holds beyond it."""
         if (self.root / INDEX_NAME).exists():
             index = load_index(self.root)
             self._refuse_other_codec(index.codec)
             self._finished = list(index.shards)
-            self._names = {track.name for shard in index.shards for track in shard.tracks}
-        rows = list(_journal_rows(self._journal))
-        if rows:
-            self._refuse_other_codec(Codec(**rows[0]["codec"]))
+        if self._journal.rows:
+            self._refuse_other_codec(Codec(**self._journal.rows[0]["codec"]))
         else:
-            self._journal.truncate(0)
-            self._record({"codec": asdict(self.codec) | {"settings": dict(self.codec.settings)}})
-        self._replay(rows[1:])
+            self._journal.record({"codec": asdict(self.codec)})
+        for number, rows in self._replay(self._journal.rows[1:]).items():
+            self._resume_shard(number, rows)
+        self._names |= {track.name for shard in self._finished for track in shard.tracks}
 
     def _refuse_other_codec(self, found: Codec) -> None:
         if differences := found.differences(self.codec):
-            raise ValueError(
-                f"{self.root}: holds codes of another codec ({'; '.join(differences)}); choose another folder"
-            )
+            raise ValueError(f"{self.root}: holds codes of another codec ({'; '.join(differences)})")
 
-    def _replay(self, rows: list[dict[str, Any]]) -> None:
-        """Take finished shards and recorded tracks from the journal; what was not recorded is cut off."""
+    def _replay(self, rows: list[Row]) -> dict[int, list[Row]]:
+        """Take finished shards from the journal; what is left are the track rows of unfinished ones, by shard."""
         indexed = {shard.file for shard in self._finished}
-        pending: dict[int, list[dict[str, Any]]] = {}
+        pending: dict[int, list[Row]] = {}
         for row in rows:
             if "finished" in row:
-                shard = _shard_row(row["finished"])
+                shard = shard_from_json(row["finished"])
                 pending.pop(_number(shard.file), None)
                 if shard.file not in indexed:
+                    check_shard_files(self.root, shard)
                     self._finished.append(shard)
-                    self._names |= {track.name for track in shard.tracks}
-                    self._dirty = True
+                    self._changed = True
+            elif "keep" in row:
+                del pending[row["shard"]][row["keep"] :]
             else:
                 pending.setdefault(row["shard"], []).append(row)
-        for number, tracks in pending.items():
-            self._resume_shard(number, tracks)
-        self._rewrite_journal()
+        return {number: rows for number, rows in pending.items() if rows}
 
-    def _resume_shard(self, number: int, rows: list[dict[str, Any]]) -> None:
+    def _resume_shard(self, number: int, rows: list[Row]) -> None:
         path = self.root / f"{_stem(number)}.npy"
-        if path.exists() and not (self.root / f"{path.name}.tmp").exists():
-            os.replace(path, f"{path}.tmp")  # renamed, but its "finished" line was never written
-        kept = _intact_tracks(self.root / f"{path.name}.tmp", rows, self.codec.codebooks)
-        if not kept:
-            Path(f"{path}.tmp").unlink(missing_ok=True)
-            return
-        size = HEADER_BYTES + sum(len(data) for _, data in kept)
-        split = rows[0]["split"]
-        os.truncate(f"{path}.tmp", size)
-        counts = np.zeros((self.codec.codebooks, self.codec.codebook_size), np.int64)
-        file = Path(f"{path}.tmp").open("r+b")  # noqa: SIM115 - stays open until the shard is full
-        file.seek(size)
-        shard = self._open[split] = _OpenShard(number, split, file, [], counts)
-        for track, data in kept:
-            self._account(shard, track, np.frombuffer(data, "<i2").reshape(-1, self.codec.codebooks))
-
-    def _rewrite_journal(self) -> None:
-        """Drop torn and superseded lines, keeping the lock (the file is rewritten in place, shorter)."""
-        indexed = (self.root / INDEX_NAME).exists()
-        known = {shard.file for shard in load_index(self.root).shards} if indexed else set()
-        rows: list[dict[str, Any]] = [{"codec": asdict(self.codec) | {"settings": dict(self.codec.settings)}}]
-        rows += [{"finished": asdict(shard)} for shard in self._finished if shard.file not in known]
-        for shard in self._open.values():
-            shard.file.seek(HEADER_BYTES)
-            for track in shard.tracks:
-                digest = block_digest(shard.file.read(2 * track.frames * self.codec.codebooks))
-                rows.append({"shard": shard.number, "split": shard.split, "digest": digest, "track": asdict(track)})
-        text = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-        self._journal.seek(0)
-        if self._journal.read() != text:
-            self._journal.truncate(0)
-            self._journal.write(text)
-            self._journal.flush()
-            os.fsync(self._journal.fileno())
+        temporary = Path(f"{path}.tmp")
+        if path.exists() and not temporary.exists():
+            os.replace(path, temporary)  # renamed, but its "finished" line was never written
+        kept = _intact_tracks(temporary, rows, self.codec.codebooks)
+        if len(kept) < len(rows):  # lost by the disk after it had been recorded: to be added again
+            self._journal.record({"shard": number, "keep": len(kept)})
+        if kept:
+            size = HEADER_BYTES + sum(len(data) for _, data in kept)
+            shard = self._open_at(rows[0]["split"], number, size)
+            for track, data in kept:
+                self._account(shard, track, np.frombuffer(data, "<i2").reshape(-1, self.codec.codebooks))
 
 
-def npy_header(frames: int, codebooks: int) -> bytes:
-    """The `.npy` header of a `(frames, codebooks)` little-endian int16 array: exactly `HEADER_BYTES`."""
+def track_offsets(tracks: list[Track] | tuple[Track, ...]) -> npt.NDArray[np.int64]:
+    """First frame of every track inside its shard, and the end, `[tracks + 1]`."""
+    return np.cumsum([0, *(track.frames for track in tracks)], dtype=np.int64)
+
+
+def npy_bytes(array: npt.NDArray[Any]) -> bytes:
+    """An array as the bytes of an `.npy` file."""
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "<i2", "fortran_order": False, "shape": (frames, codebooks)})
-    header = buffer.getvalue()
-    assert len(header) == HEADER_BYTES, len(header)
-    return header
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file beside its place, fsync it and rename it: readers see the old one or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+def _append(file: BinaryIO, data: bytes) -> str:
+    """Append durably and return the digest; a failed write leaves the file as it was."""
+    before = file.tell()
+    try:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _fsync_folder(path.parent)
+    except OSError:
+        os.truncate(file.fileno(), before)
+        file.seek(before)
+        raise
+    return block_digest(data)
 
 
 def _stem(number: int) -> str:
@@ -317,23 +285,15 @@ def _stem(number: int) -> str:
 
 
 def _number(file: str) -> int:
-    return int(file.removeprefix("shard-").split(".")[0])
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    digits = file.removeprefix("shard-").split(".")[0]
+    return int(digits) if digits.isdigit() else -1
 
 
 def _checked(codes_KT: npt.NDArray[np.integer[Any]], codec: Codec, name: str) -> npt.NDArray[np.int16]:
     codes = np.asarray(codes_KT)
     if codes.ndim != 2 or not np.issubdtype(codes.dtype, np.integer) or codes.shape[1] == 0:
-        raise ValueError(
-            f"track {name!r}: codes must be integers [K, T] with T > 0, not {codes.dtype} {list(codes.shape)}"
-        )
+        shape = list(codes.shape)
+        raise ValueError(f"track {name!r}: codes must be integers [K, T] with T > 0, not {codes.dtype} {shape}")
     if codes.shape[0] != codec.codebooks:
         hint = " (transposed? codes are [K, T])" if codes.shape[1] == codec.codebooks else ""
         raise ValueError(
@@ -342,15 +302,12 @@ def _checked(codes_KT: npt.NDArray[np.integer[Any]], codec: Codec, name: str) ->
     bad = np.argwhere((codes < 0) | (codes >= codec.codebook_size))
     if len(bad):
         book, frame = (int(i) for i in bad[0])
-        value = int(codes[book, frame])
-        raise ValueError(
-            f"track {name!r}: code {value} outside 0..{codec.codebook_size - 1} at codebook {book}, frame {frame}"
-            f" ({len(bad)} such codes)"
-        )
+        place = f"at codebook {book}, frame {frame} ({len(bad)} such codes)"
+        raise ValueError(f"track {name!r}: code {codes[book, frame]} outside 0..{codec.codebook_size - 1} {place}")
     return np.ascontiguousarray(codes.T, dtype="<i2")
 
 
-def _describe(path: Path, offsets_path: Path, shard: _OpenShard) -> Shard:
+def _describe(path: Path, offsets_path: Path, split: str, shard: _OpenShard) -> Shard:
     digests: list[str] = []
     whole = hashlib.sha256()
     with path.open("rb") as file:
@@ -361,7 +318,7 @@ def _describe(path: Path, offsets_path: Path, shard: _OpenShard) -> Shard:
     return Shard(
         file=path.name,
         offsets_file=offsets_path.name,
-        split=shard.split,
+        split=split,
         frames=shard.frames,
         bytes=path.stat().st_size,
         sha256=whole.hexdigest(),
@@ -375,25 +332,7 @@ def _describe(path: Path, offsets_path: Path, shard: _OpenShard) -> Shard:
     )
 
 
-def _shard_row(row: dict[str, Any]) -> Shard:
-    lists = {key: tuple(row[key]) for key in ("code_min", "code_max", "top_share")}
-    return Shard(**{**row, **lists, "tracks": tuple(Track(**track) for track in row["tracks"])})
-
-
-def _journal_rows(journal: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Rows up to the first torn line (a kill can tear only the last one)."""
-    journal.seek(0)
-    for line in journal:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            return
-        if not line.endswith(b"\n") or not isinstance(row, dict):
-            return
-        yield row
-
-
-def _intact_tracks(path: Path, rows: list[dict[str, Any]], codebooks: int) -> list[tuple[Track, bytes]]:
+def _intact_tracks(path: Path, rows: list[Row], codebooks: int) -> list[tuple[Track, bytes]]:
     """The recorded tracks whose bytes are really in the temporary file, up to the first that is not."""
     kept: list[tuple[Track, bytes]] = []
     if not path.exists():

@@ -12,6 +12,7 @@ touch.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 INDEX_NAME = "index.json"
 FORMAT = "ballast-shards"
@@ -117,6 +120,10 @@ class Codec:
             raise ValueError(f"codec frame_rate={self.frame_rate!r}: must be a number of frames a second above 0")
         if not isinstance(self.name, str) or not self.name or not isinstance(self.settings, Mapping):
             raise ValueError(f"codec name={self.name!r}: must be a non-empty string, and settings a mapping")
+        try:  # as they come back from the index, so that a codec equals its own record
+            object.__setattr__(self, "settings", json.loads(json.dumps(dict(self.settings), allow_nan=False)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"codec settings: must be plain JSON data: {error}") from None
 
     def differences(self, other: Codec) -> list[str]:
         """`key: mine against theirs` for every field in which the two codecs differ."""
@@ -168,7 +175,7 @@ def index_to_json(codec: Codec, shards: tuple[Shard, ...]) -> dict[str, Any]:
         "version": VERSION,
         "dtype": DTYPE,
         "layout": LAYOUT,
-        "codec": asdict(codec) | {"settings": dict(codec.settings)},
+        "codec": asdict(codec),
         "shards": [asdict(shard) for shard in shards],
     }
     return {**body, "checksum": _checksum(body)}
@@ -220,7 +227,7 @@ def parse_index(text: bytes, path: str) -> ShardIndex:
             raise ShardError(f"{path}: {key} is {data.get(key)!r}; this version reads only {wanted!r}")
     try:
         codec = Codec(**data["codec"])
-        shards = tuple(_shard_from_json(row) for row in data["shards"])
+        shards = tuple(shard_from_json(row) for row in data["shards"])
         _check_shards(codec, shards)
     except (KeyError, TypeError, ValueError) as error:
         raise ShardError(f"{path}: damaged: {_reason(error)}; restore it or write the set again") from None
@@ -265,6 +272,33 @@ def check_size(path: Path, size: int) -> None:
         raise ShardError(f"{path}: {what}: {found} bytes, {INDEX_NAME} says {size}; restore it or write the set again")
 
 
+def npy_header(frames: int, codebooks: int) -> bytes:
+    """The `.npy` header of a `(frames, codebooks)` little-endian int16 array: exactly `HEADER_BYTES`."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<i2", "fortran_order": False, "shape": (frames, codebooks)})
+    header = buffer.getvalue()
+    assert len(header) == HEADER_BYTES, len(header)
+    return header
+
+
+def header_fault(header: bytes, frames: int, codebooks: int) -> str:
+    """Say in which way the first bytes of a shard are not `npy_header(frames, codebooks)`."""
+    wanted = f"int16 ({frames}, {codebooks})"
+    try:
+        file = io.BytesIO(header)
+        np.lib.format.read_magic(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except ValueError:
+        return f"its .npy header is damaged (expected {wanted})"
+    if shape == (codebooks, frames) or fortran:
+        return f"transposed: the file holds {dtype} {shape}{' in Fortran order' * fortran}, the index says {wanted}"
+    if dtype != np.dtype("<i2"):
+        return f"wrong dtype: the file holds {dtype} {shape}, the index says {wanted}"
+    if shape != (frames, codebooks):
+        return f"wrong shape: the file holds {dtype} {shape}, the index says {wanted}"
+    return f"its .npy header is not the one that was written (expected {wanted})"
+
+
 def expected_bytes(frames: int, codebooks: int) -> int:
     """Size of a shard file of so many frames."""
     return HEADER_BYTES + 2 * frames * codebooks
@@ -279,13 +313,18 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _shard_from_json(row: dict[str, Any]) -> Shard:
-    tracks = tuple(_typed(Track(**track)) for track in row["tracks"])
+def shard_from_json(row: dict[str, Any]) -> Shard:
+    """A shard from its row in an index.
+
+    Raises:
+        KeyError, TypeError, ValueError: the row is not one.
+    """
+    tracks = tuple(typed(Track(**track)) for track in row["tracks"])
     lists = {key: tuple(row[key]) for key in ("code_min", "code_max", "top_share")}
-    return _typed(Shard(**{**row, **lists, "tracks": tracks}))
+    return typed(Shard(**{**row, **lists, "tracks": tracks}))
 
 
-def _typed(row: _Row) -> _Row:
+def typed(row: _Row) -> _Row:
     """Check the plain fields of a row by type: JSON that parses may still hold anything."""
     for field in fields(row):
         value, wanted = getattr(row, field.name), {"str": str, "int": int}.get(str(field.type))

@@ -112,7 +112,14 @@ class TokenStream:
         )
         self.fingerprint = _fingerprint(indexes, split, num_frames, min_frames, self.order)
         self._readers = [
-            ShardReader(part.path, index, verify=verify, open_shard=part.open_shard, check=False)
+            ShardReader(
+                part.path,
+                index,
+                verify=verify,
+                open_shard=part.open_shard,
+                whole=self._on_bad_shard.policy == "skip",
+                check=False,
+            )
             for part, index in zip(sets, indexes, strict=True)
         ]
         self._check_files()
@@ -207,13 +214,13 @@ class TokenStream:
         return int(found[0]) if len(found) else -1
 
     def _check_files(self) -> None:
-        """Sizes of all listed files: an error, or under "skip" counted before the first batch."""
+        """Presence and sizes of this split's files: an error, or under "skip" counted before the first batch."""
         for part, reader in enumerate(self._readers):
             for local, error in reader.size_faults().items():
                 shard = self._global_shard(part, local)
-                if self._on_bad_shard.policy == "raise":
+                if shard >= 0 and self._on_bad_shard.policy == "raise":
                     raise error
-                if shard >= 0:
+                if shard >= 0:  # not one of another split
                     self._refuse(BadShardError(shard, str(error)))
 
     def _refuse(self, error: BadShardError) -> None:
