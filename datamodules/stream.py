@@ -74,6 +74,7 @@ class TokenStream:
         min_frames: shorter tracks are left out; those shorter than T but not than this are padded.
         shuffle_shards: see `Order`.
         on_bad_shard: see `BadShards`.
+        use_codebooks: serve only the first so many codebooks, as a codec does at a lower bitrate; None for all.
         verify: hash each block on first touch.
 
     Raises:
@@ -92,6 +93,7 @@ class TokenStream:
         min_frames: int = 1,
         shuffle_shards: int = 0,
         on_bad_shard: BadShards | None = None,
+        use_codebooks: int | None = None,
         verify: bool = True,
     ) -> None:
         if not sets:
@@ -99,9 +101,11 @@ class TokenStream:
         indexes = [part.index or load_index(part.path) for part in sets]
         _refuse_other_codecs(sets, indexes)
         self.codec = indexes[0].codec
+        self.num_codebooks = used_codebooks(use_codebooks, self.codec.codebooks)
         self.bad_shards: dict[int, str] = {}
         self._on_bad_shard = on_bad_shard or BadShards()
         self.table: ClipTable = clip_table(indexes, split, num_frames, min_frames)
+        self._ragged = bool((self.table.track_frames < num_frames).any())
         self.order = Order(
             part_clips=tuple(self.table.part_clips.tolist()),
             shard_clips=tuple(self.table.shard_clips.tolist()),
@@ -164,14 +168,28 @@ class TokenStream:
                 self._refuse(error)
                 sample_B, more = self._substituted(position_B, sample_B, banned)
                 changed += more
+        codes = codes[..., : self.num_codebooks]
         batch = _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, position_B, mask_seed_B)
+        everyone = length_B if world == 1 else self._lengths_of_all(batch_number, banned, len(length_B) * world)
+        batch["global_num_frames"] = torch.from_numpy(everyone)
         return {**batch, "batch_number": batch_number, "num_substituted": changed}
+
+    def _lengths_of_all(self, batch_number: int, banned: Sequence[int], clips: int) -> Int64:
+        """Valid frames of every rank's clips, so that each rank knows the global count without a collective."""
+        if not self._ragged:
+            return np.full(clips, self.table.num_frames, np.int64)
+        position_B = self.order.positions(batch_number, 0, 1)
+        sample_B, epoch_B = self.order.samples(position_B)
+        if banned or self.bad_shards:
+            sample_B, _ = self._substituted(position_B, sample_B, banned)
+        return self.table.locate(sample_B, self.order.crop_bits(sample_B, epoch_B))[2]
 
     def fixed_batch(self, sample_B: Int64) -> Batch:
         """Clips by id with fixed crops and fixed masks (validation); as `batch`, position being the clip id."""
         row_B, start_B, length_B = self.table.locate(sample_B, None)
         codes = self._read(row_B, start_B, length_B)
         seeds_B = (hash_words(VALIDATION, self.order.seed, sample_B) >> np.uint64(1)).astype(np.int64)
+        codes = codes[..., : self.num_codebooks]
         return _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, sample_B, seeds_B)
 
     def _planned(self, batch_number: int, rank: int, world: int) -> tuple[Int64, ...]:
@@ -283,6 +301,17 @@ def _as_batch(
     for name, column in zip(names, columns, strict=True):
         batch[name] = torch.from_numpy(column)
     return batch
+
+
+def used_codebooks(wanted: int | None, there: int) -> int:
+    """Return how many leading codebooks are served.
+
+    Raises:
+        ValueError: more are wanted than there are, or none.
+    """
+    if wanted is not None and not 1 <= wanted <= there:
+        raise ValueError(f"use_codebooks={wanted}: the data has codebooks={there}; choose 1 to {there}")
+    return wanted or there
 
 
 def _refuse_other_codecs(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex]) -> None:
