@@ -35,14 +35,15 @@ def test_full_product_on_two_ranks(tmp_path: Path, accumulate: int, workers: int
 
 
 def test_the_command_line_trains_on_two_ranks_and_rolls_both_back(tmp_path: Path) -> None:
-    """A fault on rank 1's codes alone: both ranks roll back, the run ends 0, and rank 1 is named."""
+    """A fault in rank 1's loss alone: both ranks roll back, the run ends 0, and rank 1 is named."""
     done = run_ranks([
         "-m", "experiments", "fit", "-c", "experiments/configs/deepnorm_clip1.yaml", "--trainer.devices", "2",
         "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu", "--model.encoder.dim", "32",
         "--model.encoder.num_layers", "2", "--model.encoder.ffn_dim", "64", "--model.optimizer.total_steps", "90",
         "--data.num_frames", "64", "--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path),
         "--checkpoint.dirpath", str(tmp_path / "checkpoints"), "--fault_injection.at_batch", "60",
-        "--fault_injection.num_batches", "2", "--fault_injection.kind", "random_codes", "--fault_injection.rank", "1",
+        "--fault_injection.num_batches", "3", "--fault_injection.kind", "loss_scale", "--fault_injection.rank", "1",
+        "--fault_injection.factor", "5.0",
         "--spike_guard.snapshot_every", "5",
     ])
     assert done.returncode == 0, done.stdout[-3000:]
@@ -50,4 +51,5 @@ def test_the_command_line_trains_on_two_ranks_and_rolls_both_back(tmp_path: Path
     rolled = [r for r in reports if r["decision"] == "rollback"]
     assert rolled, done.stdout[-3000:]
     bad = next(r for r in rolled[0]["series"] if r["attempt"] == rolled[0]["verdict"]["onset"])
-    assert bad["rank_values"][1] > bad["rank_values"][0] + 0.3
+    assert bad["rank_values"][1] > 3 * bad["rank_values"][0]
+    assert {row["rank"] for row in rolled[0]["batches"]} == {0, 1}
