@@ -64,16 +64,12 @@ class TokenLoader:
         self._dataset = _Batches(stream, rank, world)
         self._reader: Iterator[Batch | Exception] | None = None
         self._workers: DataLoader[Batch | Exception] | None = None
-        if num_workers > 0:
-            self._workers = DataLoader(
-                self._dataset,
-                batch_size=None,
-                sampler=_Tasks(self._at),
-                num_workers=num_workers,
-                persistent_workers=persistent_workers,
-                multiprocessing_context=start_method,
-                prefetch_factor=prefetch,
-            )
+        self._settings: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers and num_workers > 0,
+            "multiprocessing_context": start_method if num_workers > 0 else None,
+            "prefetch_factor": prefetch if num_workers > 0 else None,
+        }
 
     def __len__(self) -> int:
         """Batches of a full epoch, wherever the position is."""
@@ -107,6 +103,10 @@ class TokenLoader:
         self._at.batch_number, self._at.skip, self._at.banned = checked_state(state, self.stream)
         self._reader = self._last = None
 
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones at the same position."""
+        self._reader = self._workers = None
+
     def _next(self) -> Batch:
         batch = self._read()
         self._last = batch["batch_number"]
@@ -114,9 +114,11 @@ class TokenLoader:
         return batch
 
     def _read(self) -> Batch:
-        if self._workers is None:
+        if not self._settings["num_workers"]:
             number, banned = self._at.task(self._at.batch_number)
             return self.stream.batch(number, self.rank, self.world, banned)
+        if self._workers is None:
+            self._workers = DataLoader(self._dataset, batch_size=None, sampler=_Tasks(self._at), **self._settings)
         if self._reader is None:
             self._reader = iter(self._workers)
         batch = next(self._reader)

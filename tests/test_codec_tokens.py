@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from datamodules.codec_tokens import CodecTokens
 
@@ -66,7 +66,7 @@ def trainer_of(root: Path, callbacks: list[Callback], epochs: int = 2, **more: A
         callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         **more,
