@@ -130,8 +130,10 @@ class TokenLoader:
 
 @dataclass
 class _Position:
-    """Where the stream stands. The loader and its workers' task list share it; neither holds the other, so that dropping
-    a loader ends its workers at once and not whenever garbage is collected.
+    """Where the stream stands.
+
+    The loader and its workers' task list share it and neither holds the other, so that dropping a loader ends its workers
+    at once, not whenever garbage is collected.
     """
 
     batch_number: int = 0
@@ -198,11 +200,7 @@ class FixedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for number, sample_B in enumerate(self._batches):
-            yield {
-                **self.stream.fixed_batch(np.ascontiguousarray(sample_B)),
-                "batch_number": number,
-                "num_substituted": 0,
-            }
+            yield self.stream.fixed_batch(number, np.ascontiguousarray(sample_B))
 
 
 def checked_state(state: Mapping[str, Any], stream: TokenStream) -> tuple[int, list[tuple[int, int]], list[int]]:

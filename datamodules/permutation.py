@@ -20,6 +20,7 @@ UInt64 = npt.NDArray[np.uint64]
 # Streams of random numbers that must not coincide: one word each, mixed into the key.
 SHUFFLE, CROP, MASK, SUBSTITUTE, BLEND, VALIDATION = range(1, 7)
 ROUNDS = 6
+_ROUND_KEYS = [np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64) for turn in range(ROUNDS)]
 
 
 def mix(value: UInt64) -> UInt64:
@@ -61,25 +62,30 @@ def permute(index_M: Int64, size: int | Int64, key_M: UInt64) -> Int64:
     if len(index_M) == 0:
         return index_M.astype(np.int64)
     keys = np.broadcast_to(key_M, index_M.shape)
-    half = _half_bits(sizes)
-    result = _feistel(index_M.astype(np.uint64), half, keys)
+    bits = _bits(sizes)
+    result = _feistel(index_M.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(result >= sizes.astype(np.uint64))
-    while len(outside):  # cycle walking: the domain is at most 4 N, so this ends after a few rounds
-        result[outside] = _feistel(result[outside], half[outside], keys[outside])
+    while len(outside):  # cycle walking: the domain is at most 2 N, so half of what is left ends in each round
+        result[outside] = _feistel(result[outside], bits[outside], keys[outside])
         outside = outside[result[outside] >= sizes[outside].astype(np.uint64)]
     return result.astype(np.int64)
 
 
-def _half_bits(sizes: Int64) -> UInt64:
-    bits = np.ceil(np.log2(np.maximum(sizes, 2))).astype(np.int64)
-    bits += (np.int64(1) << bits) < sizes  # a log rounded down would leave samples out
-    return ((bits + 1) // 2).astype(np.uint64)
+def _bits(sizes: Int64) -> UInt64:
+    """Bits of the smallest power of two that is at least the size."""
+    if len(sizes) > 1 and (sizes[0] == sizes).all():
+        same: UInt64 = np.broadcast_to(_bits(sizes[:1]), sizes.shape)
+        return same
+    return np.array([max(int(size) - 1, 1).bit_length() for size in sizes.tolist()], np.uint64)
 
 
-def _feistel(value: UInt64, half: UInt64, key: UInt64) -> UInt64:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = value >> half, value & mask
-    for turn in range(ROUNDS):
-        round_key = key + np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        left, right = right, left ^ (mix(right ^ round_key) & mask)
-    return (left << half) | right
+def _feistel(value: UInt64, bits: UInt64, key: UInt64) -> UInt64:
+    """An unbalanced Feistel network on `bits` bits: the halves are changed in turn, each by a hash of the other."""
+    low_bits = (bits + np.uint64(1)) >> np.uint64(1)
+    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+    high_mask = (np.uint64(1) << (bits - low_bits)) - np.uint64(1)
+    high, low = value >> low_bits, value & low_mask
+    for turn in range(0, ROUNDS, 2):
+        high = high ^ (mix(low ^ (key + _ROUND_KEYS[turn])) & high_mask)
+        low = low ^ (mix(high ^ (key + _ROUND_KEYS[turn + 1])) & low_mask)
+    return (high << low_bits) | low

@@ -9,7 +9,6 @@ Legend: B clips, K codebooks, T frames of a clip.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -94,12 +93,15 @@ class ShardReader:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._files: dict[int, int] = {}
         self._stamps: dict[int, tuple[int, int, int]] = {}
         self._verified = np.zeros(int(self._first_block[-1]), np.bool_)
+        self._unverified = len(self._verified)
 
     def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_files", "_stamps", "_verified", "_pid")}
+        return {
+            k: v for k, v in self.__dict__.items() if k not in ("_files", "_stamps", "_verified", "_unverified", "_pid")
+        }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -133,22 +135,20 @@ class ShardReader:
         if self._pid != os.getpid():
             self._reset()  # forked: file descriptors and their offsets are the parent's
         row_bytes = 2 * self.codebooks
-        clips = len(shard_B)
-        out_BTK = np.empty((clips, num_frames, self.codebooks), np.int16)
-        sizes = (length_B * row_bytes).tolist()
-        starts_B = HEADER_BYTES + frame_B * row_bytes
-        shards, starts = shard_B.tolist(), starts_B.tolist()
-        files = self._descriptors(shards)
-        if self.verify:
-            self._verify_blocks(shard_B, starts_B, starts_B + length_B * row_bytes)
-        view = memoryview(out_BTK.data).cast("B")
-        stride, preadv = num_frames * row_bytes, os.preadv
-        for row in range(clips):
-            low = row * stride
-            size = sizes[row]
-            if preadv(files[shards[row]], [view[low : low + size]], starts[row]) != size:
-                raise self._error(shards[row], f"short read at byte {starts[row]}: the file was cut while open")
-        if (length_B < num_frames).any():
+        out_BTK = np.empty((len(shard_B), num_frames, self.codebooks), np.int16)
+        size_B, start_B = length_B * row_bytes, HEADER_BYTES + frame_B * row_bytes
+        shards, sizes = shard_B.tolist(), size_B.tolist()
+        files = self._open_all(set(shards))
+        if self.verify and self._unverified:
+            self._verify_blocks(shard_B, start_B, start_B + size_B)
+        view, stride = memoryview(out_BTK.data).cast("B"), num_frames * row_bytes
+        starts = start_B.tolist()
+        places = [(view[low : low + size],) for low, size in zip(range(0, len(view), stride), sizes, strict=True)]
+        got = list(map(os.preadv, map(files.__getitem__, shards), places, starts))
+        if got != sizes:
+            row = next(row for row, size in enumerate(sizes) if got[row] != size)
+            raise self._error(shards[row], f"short read at byte {starts[row]}: the file was cut while open")
+        if min(sizes, default=stride) < stride:
             for row, length in enumerate(length_B.tolist()):
                 out_BTK[row, length:] = 0
         self._check_range(out_BTK, shards, frame_B)
@@ -162,19 +162,16 @@ class ShardReader:
         out = self.read(np.array([shard], np.int64), start, np.array([frames], np.int64), frames)
         return np.ascontiguousarray(out[0].T)
 
-    def _descriptors(self, shards: list[int]) -> dict[int, int]:
-        files: dict[int, int] = {}
-        wanted = set(shards)
-        for shard in wanted:
-            if shard not in self._files:
-                self._files[shard] = self._open(shard)
-                if self._whole:
-                    self._verify_shard(shard)
-            self._files.move_to_end(shard)
-            files[shard] = self._files[shard]
-        while len(self._files) > max(MAX_OPEN_FILES, len(wanted)):
-            _, old = self._files.popitem(last=False)
-            os.close(old)
+    def _open_all(self, shards: set[int]) -> dict[int, int]:
+        """Descriptors by shard, among them those of `shards`; the longest open are closed beyond `MAX_OPEN_FILES`."""
+        files = self._files
+        for shard in shards - files.keys():
+            files[shard] = self._open(shard)
+            if self._whole:
+                self._verify_shard(shard)
+        if len(files) > MAX_OPEN_FILES:
+            for old in [shard for shard in files if shard not in shards][: len(files) - MAX_OPEN_FILES]:
+                os.close(files.pop(old))
         return files
 
     def _open(self, number: int) -> int:
@@ -203,8 +200,10 @@ class ShardReader:
         stat = os.fstat(descriptor)
         stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if self._stamps.setdefault(number, stamp) != stamp:  # another file than the one verified before
-            self._verified[self._first_block[number] : self._first_block[number + 1]] = False
             self._stamps[number] = stamp
+            blocks = self._verified[self._first_block[number] : self._first_block[number + 1]]
+            self._unverified += int(blocks.sum())
+            blocks[:] = False
 
     def _check_offsets(self, number: int, path: Path) -> None:
         shard = self.shards[number]
@@ -243,6 +242,7 @@ class ShardReader:
             low = place * BLOCK_BYTES
             raise self._error(number, f"bytes {low}..{low + len(data)} do not have the sha256 in the index")
         self._verified[block] = True
+        self._unverified -= 1
 
     def _check_range(self, out_BTK: npt.NDArray[np.int16], shards: Sequence[int], frame_B: Int64) -> None:
         # Read as unsigned, a negative code is a large one: one pass instead of two.

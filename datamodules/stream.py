@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from datamodules.clips import ClipTable, clip_table
 from datamodules.order import Order
-from datamodules.permutation import VALIDATION, Int64, hash_words
+from datamodules.permutation import Int64
+from datamodules.plan import COLUMNS, Plan, Planner
 from datamodules.shard_reader import BadShardError, OpenShard, ShardReader
 from datamodules.shards import ShardIndex, load_index
 
 Batch = dict[str, Any]
-PLAN_CLIPS = 8192
+Codes = npt.NDArray[np.int16]
 CONSTANT_SHARE = 0.9
 
 
@@ -124,10 +126,7 @@ class TokenStream:
         ]
         self._check_files()
         self._warn_of_constant_codes()
-        self._plans: dict[tuple[int, int, int], tuple[Int64, ...]] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_plans": {}}
+        self._planner = Planner(self.table, self.order)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -150,59 +149,36 @@ class TokenStream:
         Raises:
             ValueError: damage, under the policy "raise" or beyond the limit; or nothing left to substitute with.
         """
-        position_B, sample_B, epoch_B, mask_seed_B = self._planned(batch_number, rank, world)
-        changed = 0
+        plan, changed = self._planner.batch(batch_number, rank, world), 0
         if banned or self.bad_shards:
-            sample_B, changed = self._substituted(position_B, sample_B, banned)
+            plan, changed = self._planner.substituted(plan, banned, self.bad_shards)
         while True:
-            bits_B = self.order.crop_bits(sample_B, epoch_B)
-            row_B, start_B, length_B = self.table.locate(sample_B, bits_B)
             try:
-                codes = self._read(row_B, start_B, length_B)
+                codes = self._read(plan)
                 break
             except BadShardError as error:
                 self._refuse(error)
-                sample_B, more = self._substituted(position_B, sample_B, banned)
+                plan, more = self._planner.substituted(plan, banned, self.bad_shards)
                 changed += more
-        batch = _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, position_B, mask_seed_B)
-        return {**batch, "batch_number": batch_number, "num_substituted": changed}
+        return _as_batch(codes, plan, batch_number, changed)
 
-    def fixed_batch(self, sample_B: Int64) -> Batch:
+    def fixed_batch(self, number: int, sample_B: Int64) -> Batch:
         """Clips by id with fixed crops and fixed masks (validation); as `batch`, position being the clip id."""
-        row_B, start_B, length_B = self.table.locate(sample_B, None)
-        codes = self._read(row_B, start_B, length_B)
-        seeds_B = (hash_words(VALIDATION, self.order.seed, sample_B) >> np.uint64(1)).astype(np.int64)
-        return _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, sample_B, seeds_B)
+        plan = self._planner.fixed(sample_B)
+        return _as_batch(self._read(plan), plan, number, 0)
 
-    def _planned(self, batch_number: int, rank: int, world: int) -> tuple[Int64, ...]:
-        """Positions, samples, epochs, mask seeds of a batch; computed for many batches at once to share the cost."""
-        share = self.order.global_batch // world
-        span = max(1, PLAN_CLIPS // max(share, 1))
-        key = (batch_number // span, rank, world)
-        if key not in self._plans:
-            first = key[0] * span
-            position = np.concatenate([self.order.positions(first + i, rank, world) for i in range(span)])
-            sample, epoch = self.order.samples(position)
-            self._plans = {key: (position, sample, epoch, self.order.mask_seeds(position))}
-        low = batch_number % span * share
-        return tuple(column[low : low + share] for column in self._plans[key])
-
-    def _read(self, row_B: Int64, start_B: Int64, length_B: Int64) -> np.ndarray[Any, np.dtype[np.int16]]:
-        table = self.table
-        shard_B = table.track_shard[row_B]
-        frame_B = table.track_first[row_B] + start_B
+    def _read(self, plan: Plan) -> Codes:
+        table, length_B = self.table, plan.length_M
         if len(self._readers) == 1:
-            return self._read_part(0, shard_B, frame_B, length_B)
-        codes = np.empty((len(row_B), table.num_frames, self.codec.codebooks), np.int16)
-        part_B = table.part_of_shard[shard_B]
+            return self._read_part(0, plan.shard_M, plan.frame_M, length_B)
+        codes = np.empty((len(length_B), table.num_frames, self.codec.codebooks), np.int16)
+        part_B = table.part_of_shard[plan.shard_M]
         for part in np.unique(part_B).tolist():
             here = np.flatnonzero(part_B == part)
-            codes[here] = self._read_part(part, shard_B[here], frame_B[here], length_B[here])
+            codes[here] = self._read_part(part, plan.shard_M[here], plan.frame_M[here], length_B[here])
         return codes
 
-    def _read_part(
-        self, part: int, shard_B: Int64, frame_B: Int64, length_B: Int64
-    ) -> np.ndarray[Any, np.dtype[np.int16]]:
+    def _read_part(self, part: int, shard_B: Int64, frame_B: Int64, length_B: Int64) -> Codes:
         local_B = self.table.local_shard[shard_B]
         try:
             return self._readers[part].read(local_B, frame_B, length_B, self.table.num_frames)
@@ -234,21 +210,6 @@ class TokenStream:
             )
         warnings.warn(f"shard skipped ({len(self.bad_shards)} so far): {error}", stacklevel=2)
 
-    def _substituted(self, position_B: Int64, sample_B: Int64, banned: Sequence[int]) -> tuple[Int64, int]:
-        """Replace banned clips and clips of bad shards; whichever rank or worker meets them, by the same clips."""
-        refused = np.array(sorted(banned), np.int64)
-        bad = np.array(sorted(self.bad_shards), np.int64)
-        sample_B, changed, attempt = sample_B.copy(), 0, 0
-        here = np.arange(len(sample_B))
-        while True:
-            wrong = np.isin(sample_B[here], refused) | np.isin(self.table.shard_of(sample_B[here]), bad)
-            here = here[wrong]
-            if not len(here):
-                return sample_B, changed
-            changed = changed or len(here)
-            sample_B[here] = self.order.substitute(position_B[here], sample_B[here], refused, attempt)
-            attempt += 1
-
     def _warn_of_constant_codes(self) -> None:
         for reader in self._readers:
             for shard in reader.shards:
@@ -267,21 +228,12 @@ def validation_ids(num_clips: int, max_clips: int | None, world: int) -> Int64:
     return np.arange(count, dtype=np.int64) * num_clips // max(count, 1)
 
 
-def _as_batch(
-    codes_BTK: np.ndarray[Any, np.dtype[np.int16]],
-    length_B: Int64,
-    sample_B: Int64,
-    track_B: Int64,
-    start_B: Int64,
-    position_B: Int64,
-    mask_seed_B: Int64,
-) -> Batch:
-    columns = (length_B, sample_B, track_B, start_B, position_B, mask_seed_B)
-    names = ("num_frames", "sample_id", "track_id", "start", "position", "mask_seed")
+def _as_batch(codes_BTK: Codes, plan: Plan, batch_number: int, num_substituted: int) -> Batch:
     # Codes lie frame-major; the view [B, K, T] costs nothing and keeps its strides on the way to the device.
-    batch: Batch = {"codes": torch.from_numpy(codes_BTK).transpose(1, 2)}
-    for name, column in zip(names, columns, strict=True):
-        batch[name] = torch.from_numpy(column)
+    batch: Batch = {"codes": torch.from_numpy(codes_BTK.transpose(0, 2, 1))}
+    batch.update(zip(COLUMNS, torch.from_numpy(plan.columns).unbind(), strict=True))
+    batch["batch_number"] = batch_number
+    batch["num_substituted"] = num_substituted
     return batch
 
 

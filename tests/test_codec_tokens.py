@@ -1,4 +1,4 @@
-"""The DataModule in Lightning's Trainer: two epochs, resumed, rewound from a callback, whatever Lightning asked first."""
+"""The DataModule in Lightning's Trainer: two epochs, resumed, rewound from a callback, whatever was asked first."""
 
 import os
 import subprocess
@@ -207,8 +207,8 @@ from test_codec_tokens import Model, Rewind, data, saver, trainer_of
 if __name__ == "__main__":
     model = Model(asks_for_steps=True)
     callbacks = [Rewind(10, 6, [[8, 10]]), saver({root!r}, 20)]
-    trainer = L.Trainer(default_root_dir={root!r}, max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False,
-        callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    trainer = L.Trainer(default_root_dir={root!r}, max_epochs=2, accelerator="cpu", devices=2,
+        strategy="ddp", logger=False, callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         num_sanity_val_steps=0)
     trainer.fit(model, datamodule=data(), ckpt_path={ckpt!r}, weights_only=True)
     out = dict(trained=model.trained, weight=model.weight.item(), validated=model.validated)

@@ -1,0 +1,121 @@
+"""What a batch reads: clip ids, crops and mask seeds as arrays, from position alone. No file is touched here.
+
+Legend: B clips of one rank's batch, M clips planned at once, G clips of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from datamodules.clips import ClipTable
+from datamodules.order import Order
+from datamodules.permutation import VALIDATION, Int64, UInt64, hash_words
+
+PLAN_CLIPS = 8192
+COLUMNS = ("num_frames", "sample_id", "track_id", "start", "position", "mask_seed")
+_LENGTH, _SAMPLE, _TRACK, _START, _POSITION, _MASK = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Clips to read.
+
+    Attributes:
+        columns: the batch's int64 entries, one row per name of `COLUMNS`, `[6, M]`.
+        epoch_M: the epoch in which each clip comes.
+        shard_M: its shard, as numbered in the clip table.
+        frame_M: its first frame inside the shard.
+    """
+
+    columns: Int64
+    epoch_M: Int64
+    shard_M: Int64
+    frame_M: Int64
+
+    @property
+    def length_M(self) -> Int64:
+        """Frames to read of each clip, `[M]`."""
+        length_M: Int64 = self.columns[_LENGTH]
+        return length_M
+
+    def part(self, low: int, high: int) -> Plan:
+        """Clips `low..high`, with columns of their own (a batch may be written to)."""
+        columns = self.columns[:, low:high].copy()
+        return Plan(columns, self.epoch_M[low:high], self.shard_M[low:high], self.frame_M[low:high])
+
+
+class Planner:
+    """Plans the batches of an order over a clip table.
+
+    Args:
+        table: the clips.
+        order: their order.
+    """
+
+    def __init__(self, table: ClipTable, order: Order) -> None:
+        self.table, self.order = table, order
+        self._key = (-1, 0, 0)
+        self._run: Plan | None = None
+
+    def batch(self, batch_number: int, rank: int, world: int) -> Plan:
+        """One rank's share of a global batch, `[B]`.
+
+        Many consecutive batches are planned at once, since each array operation has a price of its own.
+        """
+        share = self.order.global_batch // world
+        span = max(1, PLAN_CLIPS // max(share, 1))
+        key = (batch_number // span, rank, world)
+        if self._run is None or self._key != key:
+            positions = [
+                self.order.positions(number, rank, world) for number in range(key[0] * span, (key[0] + 1) * span)
+            ]
+            self._run, self._key = self._at(np.concatenate(positions)), key
+        low = batch_number % span * share
+        return self._run.part(low, low + share)
+
+    def fixed(self, sample_M: Int64) -> Plan:
+        """Clips by id, with fixed crops and masks; their position is the clip id."""
+        seeds_M = (hash_words(VALIDATION, self.order.seed, sample_M) >> np.uint64(1)).astype(np.int64)
+        return self._planned(sample_M, sample_M, np.zeros_like(sample_M), seeds_M, None)
+
+    def substituted(self, plan: Plan, banned: Iterable[int], bad_shards: Iterable[int]) -> tuple[Plan, int]:
+        """Replace banned clips and clips of bad shards in place, by a function of (seed, position) and of nothing else.
+
+        Returns:
+            the plan, and how many clips were replaced.
+
+        Raises:
+            ValueError: no usable clip is left.
+        """
+        refused, bad = np.array(sorted(banned), np.int64), np.array(sorted(bad_shards), np.int64)
+        position_M, sample_M = plan.columns[_POSITION], plan.columns[_SAMPLE].copy()
+        here = np.arange(len(sample_M))
+        changed = attempt = 0
+        while True:
+            wrong = np.isin(sample_M[here], refused) | np.isin(self.table.shard_of(sample_M[here]), bad)
+            here = here[wrong]
+            if not len(here):
+                break
+            changed = changed or len(here)
+            sample_M[here] = self.order.substitute(position_M[here], sample_M[here], refused, attempt)
+            attempt += 1
+        if not changed:
+            return plan, 0
+        bits_M = self.order.crop_bits(sample_M, plan.epoch_M)
+        return self._planned(position_M, sample_M, plan.epoch_M, plan.columns[_MASK], bits_M), changed
+
+    def _at(self, position_M: Int64) -> Plan:
+        sample_M, epoch_M = self.order.samples(position_M)
+        seeds_M, bits_M = self.order.mask_seeds(position_M), self.order.crop_bits(sample_M, epoch_M)
+        return self._planned(position_M, sample_M, epoch_M, seeds_M, bits_M)
+
+    def _planned(
+        self, position_M: Int64, sample_M: Int64, epoch_M: Int64, seeds_M: Int64, bits_M: UInt64 | None
+    ) -> Plan:
+        table = self.table
+        row_M, start_M, length_M = table.locate(sample_M, bits_M)
+        columns = np.stack([length_M, sample_M, table.track_id[row_M], start_M, position_M, seeds_M])
+        return Plan(columns, epoch_M, table.track_shard[row_M], table.track_first[row_M] + start_M)
