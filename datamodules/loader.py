@@ -115,8 +115,7 @@ class TokenLoader:
 
     def _read(self) -> Batch:
         if not self._settings["num_workers"]:
-            number, banned = self._at.task(self._at.batch_number)
-            return self.stream.batch(number, self.rank, self.world, banned)
+            return self.stream.batch(*self._at.task(self._at.batch_number), self.rank, self.world)
         if self._workers is None:
             self._workers = DataLoader(self._dataset, batch_size=None, sampler=_Tasks(self._at), **self._settings)
         if self._reader is None:
@@ -132,8 +131,8 @@ class TokenLoader:
 class _Position:
     """Where the stream stands.
 
-    The loader and its workers' task list share it and neither holds the other, so that dropping a loader ends its workers
-    at once, not whenever garbage is collected.
+    The loader and its workers' task list share it and neither holds the other, so that dropping a loader ends its
+    workers at once, not whenever garbage is collected.
     """
 
     batch_number: int = 0
@@ -142,7 +141,7 @@ class _Position:
 
     def task(self, batch_number: int) -> Task:
         """The first batch at or after `batch_number` that is not skipped, and the banned clips."""
-        return next_unskipped(batch_number, self.skip), tuple(self.banned)
+        return next_unskipped(batch_number, self.skip) if self.skip else batch_number, tuple(self.banned)
 
 
 class _Tasks(Sampler[Task]):
@@ -166,9 +165,8 @@ class _Batches(Dataset[Batch | Exception]):
         self.stream, self.rank, self.world = stream, rank, world
 
     def __getitem__(self, task: Task) -> Batch | Exception:
-        number, banned = task
         try:
-            return self.stream.batch(number, self.rank, self.world, banned)
+            return self.stream.batch(*task, self.rank, self.world)
         except (ValueError, OSError) as error:  # handed over whole: torch would wrap it in the worker's traceback
             return error
 

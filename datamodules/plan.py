@@ -13,10 +13,10 @@ import numpy as np
 from datamodules.clips import ClipTable
 from datamodules.order import Order
 from datamodules.permutation import VALIDATION, Int64, UInt64, hash_words
+from datamodules.shards import HEADER_BYTES
 
 PLAN_CLIPS = 8192
 COLUMNS = ("num_frames", "sample_id", "track_id", "start", "position", "mask_seed")
-_LENGTH, _SAMPLE, _TRACK, _START, _POSITION, _MASK = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,22 @@ class Plan:
     Attributes:
         columns: the batch's int64 entries, one row per name of `COLUMNS`, `[6, M]`.
         epoch_M: the epoch in which each clip comes.
-        shard_M: its shard, as numbered in the clip table.
-        frame_M: its first frame inside the shard.
+        shards: its shard, as numbered in the clip table.
+        starts: its first byte in the shard's file.
+        sizes: its bytes.
     """
 
     columns: Int64
     epoch_M: Int64
-    shard_M: Int64
-    frame_M: Int64
-
-    @property
-    def length_M(self) -> Int64:
-        """Frames to read of each clip, `[M]`."""
-        length_M: Int64 = self.columns[_LENGTH]
-        return length_M
+    shards: list[int]
+    starts: list[int]
+    sizes: list[int]
 
     def part(self, low: int, high: int) -> Plan:
         """Clips `low..high`, with columns of their own (a batch may be written to)."""
-        columns = self.columns[:, low:high].copy()
-        return Plan(columns, self.epoch_M[low:high], self.shard_M[low:high], self.frame_M[low:high])
+        here = slice(low, high)
+        columns = self.columns[:, here].copy()
+        return Plan(columns, self.epoch_M[here], self.shards[here], self.starts[here], self.sizes[here])
 
 
 class Planner:
@@ -53,10 +50,11 @@ class Planner:
     Args:
         table: the clips.
         order: their order.
+        frame_bytes: bytes of one frame of all codebooks.
     """
 
-    def __init__(self, table: ClipTable, order: Order) -> None:
-        self.table, self.order = table, order
+    def __init__(self, table: ClipTable, order: Order, frame_bytes: int) -> None:
+        self.table, self.order, self.frame_bytes = table, order, frame_bytes
         self._key = (-1, 0, 0)
         self._run: Plan | None = None
 
@@ -91,7 +89,8 @@ class Planner:
             ValueError: no usable clip is left.
         """
         refused, bad = np.array(sorted(banned), np.int64), np.array(sorted(bad_shards), np.int64)
-        position_M, sample_M = plan.columns[_POSITION], plan.columns[_SAMPLE].copy()
+        _, sample_M, _, _, position_M, seeds_M = plan.columns
+        sample_M = sample_M.copy()
         here = np.arange(len(sample_M))
         changed = attempt = 0
         while True:
@@ -105,7 +104,7 @@ class Planner:
         if not changed:
             return plan, 0
         bits_M = self.order.crop_bits(sample_M, plan.epoch_M)
-        return self._planned(position_M, sample_M, plan.epoch_M, plan.columns[_MASK], bits_M), changed
+        return self._planned(position_M, sample_M, plan.epoch_M, seeds_M, bits_M), changed
 
     def _at(self, position_M: Int64) -> Plan:
         sample_M, epoch_M = self.order.samples(position_M)
@@ -118,4 +117,6 @@ class Planner:
         table = self.table
         row_M, start_M, length_M = table.locate(sample_M, bits_M)
         columns = np.stack([length_M, sample_M, table.track_id[row_M], start_M, position_M, seeds_M])
-        return Plan(columns, epoch_M, table.track_shard[row_M], table.track_first[row_M] + start_M)
+        shards = table.track_shard[row_M].tolist()
+        starts = (HEADER_BYTES + (table.track_first[row_M] + start_M) * self.frame_bytes).tolist()
+        return Plan(columns, epoch_M, shards, starts, (length_M * self.frame_bytes).tolist())

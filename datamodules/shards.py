@@ -85,6 +85,10 @@ class Shard:
     top_share: tuple[float, ...]
     tracks: tuple[Track, ...]
 
+    def block_digest(self, number: int) -> str:
+        """The digest of one block."""
+        return self.blocks[number * BLOCK_DIGEST_HEX : (number + 1) * BLOCK_DIGEST_HEX]
+
     @property
     def block_digests(self) -> list[str]:
         """The block digests, one hex string per block."""

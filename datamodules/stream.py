@@ -5,6 +5,7 @@ Legend: B clips of one rank's batch, K codebooks, T frames a clip, G clips of a 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import warnings
@@ -13,18 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from datamodules.clips import ClipTable, clip_table
 from datamodules.order import Order
 from datamodules.permutation import Int64
 from datamodules.plan import COLUMNS, Plan, Planner
-from datamodules.shard_reader import BadShardError, OpenShard, ShardReader
-from datamodules.shards import ShardIndex, load_index
+from datamodules.shard_files import BadShardError, Codes, OpenShard, ShardFile, ShardFiles
+from datamodules.shards import ShardIndex, load_index, resolve_root
 
 Batch = dict[str, Any]
-Codes = npt.NDArray[np.int16]
 CONSTANT_SHARE = 0.9
 
 
@@ -113,34 +112,25 @@ class TokenStream:
             shuffle_shards=shuffle_shards,
         )
         self.fingerprint = _fingerprint(indexes, split, num_frames, min_frames, self.order)
-        self._readers = [
-            ShardReader(
-                part.path,
-                index,
-                verify=verify,
-                open_shard=part.open_shard,
-                whole=self._on_bad_shard.policy == "skip",
-                check=False,
-            )
-            for part, index in zip(sets, indexes, strict=True)
-        ]
+        whole = self._on_bad_shard.policy == "skip"
+        self._files = ShardFiles(_shard_files(sets, indexes, self.table), self.codec, verify=verify, whole=whole)
         self._check_files()
         self._warn_of_constant_codes()
-        self._planner = Planner(self.table, self.order)
+        self._planner = Planner(self.table, self.order, self._files.frame_bytes)
 
     @property
     def batches_per_epoch(self) -> int:
         """Global batches of one epoch."""
         return self.order.batches_per_epoch
 
-    def batch(self, batch_number: int, rank: int = 0, world: int = 1, banned: Sequence[int] = ()) -> Batch:
+    def batch(self, batch_number: int, banned: Sequence[int] = (), rank: int = 0, world: int = 1) -> Batch:
         """One rank's share of a global batch.
 
         Args:
             batch_number: number of the global batch, from 0, endless.
+            banned: clip ids that are replaced in place by other clips.
             rank: this process.
             world: number of processes.
-            banned: clip ids that are replaced in place by other clips.
 
         Returns:
             The batch: codes int16 `[B, K, T]` and, each `[B]` int64, num_frames, sample_id, track_id, start,
@@ -168,57 +158,32 @@ class TokenStream:
         return _as_batch(self._read(plan), plan, number, 0)
 
     def _read(self, plan: Plan) -> Codes:
-        table, length_B = self.table, plan.length_M
-        if len(self._readers) == 1:
-            return self._read_part(0, plan.shard_M, plan.frame_M, length_B)
-        codes = np.empty((len(length_B), table.num_frames, self.codec.codebooks), np.int16)
-        part_B = table.part_of_shard[plan.shard_M]
-        for part in np.unique(part_B).tolist():
-            here = np.flatnonzero(part_B == part)
-            codes[here] = self._read_part(part, plan.shard_M[here], plan.frame_M[here], length_B[here])
-        return codes
-
-    def _read_part(self, part: int, shard_B: Int64, frame_B: Int64, length_B: Int64) -> Codes:
-        local_B = self.table.local_shard[shard_B]
-        try:
-            return self._readers[part].read(local_B, frame_B, length_B, self.table.num_frames)
-        except BadShardError as error:
-            raise BadShardError(self._global_shard(part, error.shard), str(error)) from None
-
-    def _global_shard(self, part: int, local: int) -> int:
-        found = np.flatnonzero((self.table.part_of_shard == part) & (self.table.local_shard == local))
-        return int(found[0]) if len(found) else -1
+        return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)
 
     def _check_files(self) -> None:
         """Presence and sizes of this split's files: an error, or under "skip" counted before the first batch."""
-        for part, reader in enumerate(self._readers):
-            for local, error in reader.size_faults().items():
-                shard = self._global_shard(part, local)
-                if shard >= 0 and self._on_bad_shard.policy == "raise":
-                    raise error
-                if shard >= 0:  # not one of another split
-                    self._refuse(BadShardError(shard, str(error)))
+        for shard, error in self._files.size_faults().items():
+            if self._on_bad_shard.policy == "raise":
+                raise error
+            self._refuse(BadShardError(shard, str(error)))
 
     def _refuse(self, error: BadShardError) -> None:
         if self._on_bad_shard.policy == "raise":
             raise error
         self.bad_shards[error.shard] = str(error)
-        if len(self.bad_shards) > self._on_bad_shard.limit or len(self.bad_shards) == len(self.table.local_shard):
+        if len(self.bad_shards) > self._on_bad_shard.limit or len(self.bad_shards) == len(self.table.shards):
             raise ValueError(
-                f"{len(self.bad_shards)} bad shards of {len(self.table.local_shard)},"
+                f"{len(self.bad_shards)} bad shards of {len(self.table.shards)},"
                 f" max_bad_shards={self._on_bad_shard.limit}; the last: {error}"
             )
         warnings.warn(f"shard skipped ({len(self.bad_shards)} so far): {error}", stacklevel=2)
 
     def _warn_of_constant_codes(self) -> None:
-        for reader in self._readers:
-            for shard in reader.shards:
-                for book, share in enumerate(shard.top_share):
-                    if share > CONSTANT_SHARE:
-                        warnings.warn(
-                            f"{reader.root / shard.file}: {share:.0%} of codebook {book} is one code: a dead codebook?",
-                            stacklevel=3,
-                        )
+        for file in self._files.files:
+            for book, share in enumerate(file.shard.top_share):
+                if share > CONSTANT_SHARE:
+                    path = file.folder / file.shard.file
+                    warnings.warn(f"{path}: {share:.0%} of codebook {book} is one code: a dead codebook?", stacklevel=3)
 
 
 def validation_ids(num_clips: int, max_clips: int | None, world: int) -> Int64:
@@ -235,6 +200,18 @@ def _as_batch(codes_BTK: Codes, plan: Plan, batch_number: int, num_substituted: 
     batch["batch_number"] = batch_number
     batch["num_substituted"] = num_substituted
     return batch
+
+
+def _shard_files(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex], table: ClipTable) -> list[ShardFile]:
+    """The table's shards, without their tracks: what training needs of them is in the table."""
+    return [
+        ShardFile(
+            resolve_root(sets[part].path),
+            dataclasses.replace(indexes[part].shards[number], tracks=()),
+            sets[part].open_shard,
+        )
+        for part, number in table.shards
+    ]
 
 
 def _refuse_other_codecs(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex]) -> None:
