@@ -53,8 +53,8 @@ class ShardFile:
     Attributes:
         folder: folder of its set.
         shard: what the index says of it.
-        open_shard: gives the local path of the code file, e.g. from a cache in front of an object store, which must have
-            the offsets file beside it or leave it away. None: the files lie in `folder`.
+        open_shard: gives the local path of the code file, e.g. from a cache in front of an object store; the offsets
+            file may lie beside it. None: the files lie in `folder`.
     """
 
     folder: Path
