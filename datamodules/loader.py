@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from datamodules.order import next_unskipped
@@ -69,6 +70,8 @@ class TokenLoader:
             "persistent_workers": persistent_workers and num_workers > 0,
             "multiprocessing_context": start_method if num_workers > 0 else None,
             "prefetch_factor": prefetch if num_workers > 0 else None,
+            # A generator of its own: a new iterator must not draw from the run's random states.
+            "generator": torch.Generator(),
         }
 
     def __len__(self) -> int:

@@ -110,6 +110,14 @@ class ShardFiles:
                 faults[number] = error
         return faults
 
+    def probe(self, shards: Sequence[int]) -> None:
+        """Open and check shards without reading clips.
+
+        Raises:
+            BadShardError: one is damaged.
+        """
+        self._open_all(set(shards))
+
     def gather(self, shards: list[int], starts: list[int], sizes: list[int], num_frames: int) -> Codes:
         """Read one run of frames per clip.
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datamodules.shard_files import BadShardError, Codes, OpenShard, ShardFile, ShardFiles
-from datamodules.shards import HEADER_BYTES, ShardIndex, resolve_root
+from datamodules.shards import HEADER_BYTES, Shard, ShardIndex, resolve_root
 
 __all__ = ["BadShardError", "OpenShard", "ShardReader"]
 
@@ -45,6 +45,11 @@ class ShardReader(ShardFiles):
         super().__init__(files, index.codec, verify=verify)
         if check and (faults := self.size_faults()):
             raise next(iter(faults.values()))
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards, as the index lists them."""
+        return tuple(file.shard for file in self.files)
 
     def read(
         self,

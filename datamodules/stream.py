@@ -75,6 +75,7 @@ class TokenStream:
         min_frames: shorter tracks are left out; those shorter than T but not than this are padded.
         shuffle_shards: see `Order`.
         on_bad_shard: see `BadShards`.
+        use_codebooks: serve only the first so many codebooks, as a codec does at a lower bitrate; None for all.
         verify: hash each block on first touch.
 
     Raises:
@@ -93,6 +94,7 @@ class TokenStream:
         min_frames: int = 1,
         shuffle_shards: int = 0,
         on_bad_shard: BadShards | None = None,
+        use_codebooks: int | None = None,
         verify: bool = True,
     ) -> None:
         if not sets:
@@ -100,9 +102,11 @@ class TokenStream:
         indexes = [part.index or load_index(part.path) for part in sets]
         _refuse_other_codecs(sets, indexes)
         self.codec = indexes[0].codec
+        self.num_codebooks = used_codebooks(use_codebooks, self.codec.codebooks)
         self.bad_shards: dict[int, str] = {}
         self._on_bad_shard = on_bad_shard or BadShards()
         self.table: ClipTable = clip_table(indexes, split, num_frames, min_frames)
+        self._ragged = bool((self.table.track_frames < num_frames).any())
         self.order = Order(
             part_clips=tuple(self.table.part_clips.tolist()),
             shard_clips=tuple(self.table.shard_clips.tolist()),
@@ -117,6 +121,7 @@ class TokenStream:
         self._check_files()
         self._warn_of_constant_codes()
         self._planner = Planner(self.table, self.order, self._files.frame_bytes)
+        self._whole_planner = Planner(self.table, self.order, self._files.frame_bytes)  # of all ranks' clips
 
     @property
     def batches_per_epoch(self) -> int:
@@ -134,7 +139,8 @@ class TokenStream:
 
         Returns:
             The batch: codes int16 `[B, K, T]` and, each `[B]` int64, num_frames, sample_id, track_id, start,
-            position, mask_seed; batch_number and num_substituted as plain integers.
+            position, mask_seed; global_num_frames `[G]`, the num_frames of all ranks; batch_number and
+            num_substituted as plain integers.
 
         Raises:
             ValueError: damage, under the policy "raise" or beyond the limit; or nothing left to substitute with.
@@ -150,12 +156,31 @@ class TokenStream:
                 self._refuse(error)
                 plan, more = self._planner.substituted(plan, banned, self.bad_shards)
                 changed += more
-        return _as_batch(codes, plan, batch_number, changed)
+        batch = _as_batch(codes[..., : self.num_codebooks], plan, batch_number, changed)
+        batch["global_num_frames"] = self._lengths_of_all(batch, banned, world)
+        return batch
+
+    def _lengths_of_all(self, batch: Batch, banned: Sequence[int], world: int) -> torch.Tensor:
+        """Valid frames of every rank's clips, `[G]`, so that each rank knows the global count without a collective."""
+        if world == 1:
+            return torch.clone(batch["num_frames"])
+        if not self._ragged:
+            return torch.full((self.order.global_batch,), self.table.num_frames)
+        plan = self._whole_planner.batch(batch["batch_number"], 0, 1)
+        while True:
+            if banned or self.bad_shards:
+                plan, _ = self._whole_planner.substituted(plan, banned, self.bad_shards)
+            try:
+                if self._on_bad_shard.policy == "skip":  # every rank must know of the same bad shards
+                    self._files.probe(plan.shards)
+                return torch.from_numpy(plan.columns[COLUMNS.index("num_frames")])
+            except BadShardError as error:
+                self._refuse(error)
 
     def fixed_batch(self, number: int, sample_B: Int64) -> Batch:
         """Clips by id with fixed crops and fixed masks (validation); as `batch`, position being the clip id."""
         plan = self._planner.fixed(sample_B)
-        return _as_batch(self._read(plan), plan, number, 0)
+        return _as_batch(self._read(plan)[..., : self.num_codebooks], plan, number, 0)
 
     def _read(self, plan: Plan) -> Codes:
         return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)
@@ -212,6 +237,17 @@ def _shard_files(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex], table:
         )
         for part, number in table.shards
     ]
+
+
+def used_codebooks(wanted: int | None, there: int) -> int:
+    """Return how many leading codebooks are served.
+
+    Raises:
+        ValueError: more are wanted than there are, or none.
+    """
+    if wanted is not None and not 1 <= wanted <= there:
+        raise ValueError(f"use_codebooks={wanted}: the data has codebooks={there}; choose 1 to {there}")
+    return wanted or there
 
 
 def _refuse_other_codecs(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex]) -> None:

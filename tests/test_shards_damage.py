@@ -263,4 +263,4 @@ def test_fuzz_any_bytes_as_an_index_are_an_error_or_an_index():
             [b'{"format": "ballast-shards"', b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": 1}', b"[" * 10**5]
         )
         with pytest.raises(ValueError, match="x"):
-            parse_index(bytes(text) + rng.bytes(int(rng.integers(4))), "x")
+            parse_index(text + rng.bytes(int(rng.integers(4))), "x")

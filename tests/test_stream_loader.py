@@ -274,6 +274,28 @@ def test_batches_hold_the_codes_of_the_track(root):
     assert seen_short > 0
 
 
+def test_every_rank_knows_the_lengths_of_all(root, tmp_path):
+    copy, _ = damaged(root, tmp_path)
+    banned = list(range(0, 60, 3))
+    for policy, path in ((BadShards(), root), (BadShards("skip", 1), copy)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            streams = [stream_of(path, on_bad_shard=policy) for _ in range(3)]
+            for number in range(EPOCH):
+                parts = [stream.batch(number, banned, rank, 3) for rank, stream in enumerate(streams)]
+                whole = torch.cat([part["num_frames"] for part in parts])
+                for part in parts:
+                    torch.testing.assert_close(part["global_num_frames"], whole, rtol=0, atol=0)
+    assert whole.min() < CLIP
+
+
+def test_the_first_codebooks_can_be_served_alone(root):
+    whole, few = stream_of(root).batch(3), stream_of(root, use_codebooks=2).batch(3)
+    torch.testing.assert_close(few["codes"], whole["codes"][:, :2], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="use_codebooks=5: the data has codebooks=4"):
+        stream_of(root, use_codebooks=5)
+
+
 def test_ranks_must_divide_the_global_batch(root):
     with pytest.raises(ValueError, match="global_batch=12: not divisible by 5 ranks"):
         TokenLoader(stream_of(root), world=5)
