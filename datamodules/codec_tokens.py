@@ -131,6 +131,11 @@ class CodecTokens(L.LightningDataModule):
         """As testing."""
         return self._fixed("test")
 
+    def teardown(self, stage: str) -> None:
+        """End the reading processes."""
+        if self.train_loader is not None:
+            self.train_loader.close()
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the training stream, as `TokenLoader.state_dict`; empty before training."""
         if self.train_loader is not None:
