@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_modules.attention import AttentionContext
 from lightning_modules.encoder import Encoder, EncoderConfig, compile_blocks
 from lightning_modules.heads import build_heads, gather_frames, gather_targets
-from lightning_modules.losses import masked_cross_entropy, mean_loss
+from lightning_modules.losses import mean_loss
 from lightning_modules.masking import masked_indices, span_mask
 
 Step = Callable[[], None]
@@ -245,8 +245,9 @@ def whole_ballast(bench: Bench, size: Size, **options: Any) -> Step:
 
     def loss() -> Tensor:
         hidden_MD = gather_frames(encoder(codes_BKT, mask_BT), index_M)
-        nats_K, count = masked_cross_entropy(heads(hidden_MD), gather_targets(codes_BKT, index_M))
-        return mean_loss(nats_K, count)
+        losses = heads.losses(hidden_MD, gather_targets(codes_BKT, index_M))
+        value: Tensor = mean_loss(losses.objective_K, losses.frames)
+        return value
 
     return bench.step([encoder, heads], loss, clip=1.0)
 
