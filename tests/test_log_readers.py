@@ -445,7 +445,7 @@ def test_tensorboard_by_torch_writer_and_as_tensors(tmp_path: Path) -> None:
 
 
 WANDB_RUN = """
-import os, signal, sys, wandb
+import glob, os, signal, sys, time, wandb
 run = wandb.init(mode="offline", dir=sys.argv[1], settings=wandb.Settings(silent=True, console="off"))
 for step in range(1500):
     loss = float("nan") if step == 900 else float("inf") if step == 901 else 9.0 - step / 1000
@@ -453,6 +453,9 @@ for step in range(1500):
     if step % 100 == 0:
         run.log({"val/loss": 1.0, "trainer/global_step": step})
 if sys.argv[2] == "kill":
+    (log,) = glob.glob(sys.argv[1] + "/wandb/offline-run-*/*.wandb")
+    while os.path.getsize(log) < 10 * 32768:  # wandb's own process writes whole blocks, in its own time
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 run.finish()
 """
@@ -483,7 +486,7 @@ def test_wandb_offline_runs_even_killed_ones(wandb_runs: dict[str, Path]) -> Non
         (series,) = found
         assert (series.format, series.column) == ("wandb", "train/loss")
         count = len(series.loss)
-        assert count == 1500 if end == "finish" else count > 1000
+        assert count == 1500 if end == "finish" else count > 500
         assert same(series.loss, expected[:count])
         assert series.steps == list(range(count))
         assert series.grad_norm == [1.5] * count

@@ -39,6 +39,7 @@ def normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+@lru_cache(maxsize=4096)
 def loss_rank(name: str) -> int | None:
     """Return how good a loss column this name is (smaller is better), or None if it is none."""
     plain = normalise(name)

@@ -16,7 +16,7 @@ from experiments.readers.opening import Tick, open_text
 from experiments.readers.table import Column, LogError, LogTable, parse_number
 
 LONGEST_CELL = 1 << 24  # characters; logs with whole texts in a column exceed the csv module's 128 KiB
-NUMBER_BEGIN = re.compile(r"[+-]?(\d*\.?\d*(e[+-]?\d*)?|n|na|i|in|inf|infi|infin|infini|infinit)", re.I)
+NUMBER_BEGIN = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d*)?(e[+-]?\d*)?|n|na|i|in|inf|infi|infin|infini|infinit)", re.I)
 
 
 def read(path: Path, layout: Layout, request: ColumnRequest, tick: Tick) -> LogTable:
@@ -121,7 +121,7 @@ class _Reading:
         try:
             value = parse_number(text)
         except ValueError:
-            if self._lines.at_end and self._lines.is_cut and NUMBER_BEGIN.fullmatch(text.strip()):
+            if self._lines.at_end and self._lines.is_cut and NUMBER_BEGIN.fullmatch(text.strip()[:40]):
                 self.table.notes.append(f"the last row ({row}) is cut: '{text[:40]}' was left out")
             else:
                 self.table.spoil(name, self._path, text, row, self._lines.line)
