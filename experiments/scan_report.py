@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +21,11 @@ KIND_STYLES = {
     "outlier": "dim", "shift": "cyan", "jump": "yellow", "rise": "magenta", "divergence": "red",
     "non_finite": "bold red",
 }  # fmt: skip
+
+
+def one_line(message: str) -> str:
+    """Keep an error message on one line, whatever a file's name or content put into it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 def number(value: float | None) -> str:
@@ -46,7 +52,7 @@ def episode_table(results: Sequence[ScanResult], show_all: bool) -> Table:
 
 
 def _add_run(table: Table, result: ScanResult, show_all: bool) -> None:
-    head = (escape(str(result.series.path)), _steps(result))
+    head = (escape(one_line(str(result.series.path))), _steps(result))
     shown, hidden = _pick(result.episodes, show_all)
     lines: list[tuple[str, ...]] = [_line(result, episode) for episode in shown]
     if hidden:
@@ -104,6 +110,8 @@ def _count(count: int, noun: str) -> str:
 
 def strict(value: Any) -> Any:
     """Replace what strict JSON has no word for: NaN by null, infinities by ``"inf"`` and ``"-inf"``."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, dict):

@@ -537,6 +537,14 @@ def test_a_folder_is_searched_and_what_is_no_log_is_passed_over(tmp_path: Path) 
     assert found == [Path("runs/b.csv.gz"), Path("runs/a/metrics.csv")]
 
 
+def test_a_table_of_garbage_is_an_error_even_in_a_folder(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.csv", bytes(range(256)) * 40)
+    (source,) = discover([tmp_path], pytest.fail)
+    with pytest.raises(LogError, match="binary file") as caught:
+        read_series(source, ColumnRequest())
+    assert not isinstance(caught.value, NotALogError)
+
+
 def test_of_hugging_face_checkpoints_the_last_is_read(tmp_path: Path) -> None:
     state = json.dumps({"log_history": [{"loss": 5.0, "step": 1}]})
     for folder in ("run/checkpoint-500", "run/checkpoint-1000", "done/checkpoint-500", "done"):

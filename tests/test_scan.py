@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -259,6 +260,11 @@ def test_strange_names_stay_on_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     write_csv(odd, healthy(30))
     assert run(odd, "--plot", tmp_path / "out.png") == 0
     assert "a[red]" in capsys.readouterr().out
+    undecodable = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.csv"))
+    write_csv(undecodable, healthy(30))
+    assert run(undecodable, "--plot", tmp_path / "out.png", "--json", tmp_path / "out.json") == 0
+    assert strict_json(tmp_path / "out.json")[0]["path"] == str(undecodable)
+    assert "caf\\udce9.csv" in capsys.readouterr().out
 
 
 def test_the_verb_end_to_end_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:

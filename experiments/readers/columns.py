@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,7 +68,7 @@ def step_rank(name: str) -> int | None:
     return STEP_NAMES.index(plain) if plain in STEP_NAMES else None
 
 
-RANKS = {"loss": loss_rank, "grad_norm": grad_rank, "step": step_rank}
+RANKS: dict[str, Callable[[str], int | None]] = {"loss": loss_rank, "grad_norm": grad_rank, "step": step_rank}
 OPTIONS = {"loss": "--column", "grad_norm": "--grad-column", "step": "--step-column"}
 
 
