@@ -223,6 +223,15 @@ def test_a_file_without_a_loss_says_what_it_has(tmp_path: Path) -> None:
         read(write(tmp_path / "a.csv", "step,reward\n1,2\n2,3\n"))
 
 
+def test_rows_of_held_out_splits_are_passed_over(tmp_path: Path) -> None:
+    text = "step,split,loss\n1,train,5\n1,val,9\n2,train,4\n2,TEST,8\n3,,3\n"
+    series = read(write(tmp_path / "a.csv", text))
+    assert (series.rows, series.loss) == ([0, 2, 4], [5, 4, 3])
+    records = [{"mode": "train", "iter": 1, "loss": 5}, {"mode": "val", "iter": 1, "loss": 9}, {"iter": 2, "loss": 4}]
+    series = read(write(tmp_path / "a.json", "\n".join(map(json.dumps, records))))
+    assert (series.rows, series.steps, series.loss) == ([0, 2], [1, 2], [5, 4])
+
+
 # --- JSON
 
 

@@ -27,6 +27,7 @@ STEP_NAMES = (
     "batch_idx",
 )  # fmt: skip
 HELD_OUT = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev", "heldout", "holdout"})
+SPLIT_NAMES = frozenset({"split", "mode", "phase", "stage", "subset"})  # of logs in long form, one row per split
 NOT_A_LOSS = HELD_OUT | {"scale", "scaler", "best", "min", "max", "weight", "weights", "std", "lr", "aux", "count"}
 NOT_TOTAL_NORM = HELD_OUT | {"clip", "clipped", "post", "block", "blocks", "layer", "layers", "min", "max", "threshold"}
 PREFERRED_SHARE = 0.1  # a better-named column must hold at least this share of the values of the fullest candidate
@@ -66,6 +67,11 @@ def step_rank(name: str) -> int | None:
     """Return how good a step column this name is, or None if it is none."""
     plain = normalise(name)
     return STEP_NAMES.index(plain) if plain in STEP_NAMES else None
+
+
+def says_held_out(name: str, value: str) -> bool:
+    """Whether a cell says that its row is no training row: ``mode=val``."""
+    return normalise(name) in SPLIT_NAMES and bool(HELD_OUT & set(normalise(value).split("_")))
 
 
 RANKS: dict[str, Callable[[str], int | None]] = {"loss": loss_rank, "grad_norm": grad_rank, "step": step_rank}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.readers.columns import HELD_OUT, ColumnRequest, normalise
+from experiments.readers.columns import HELD_OUT, ColumnRequest, normalise, says_held_out
 from experiments.readers.opening import Tick, open_text
 from experiments.readers.table import BLANK, NOT_LOGGED, LogError, NotALogError, RecordTable, parse_number
 
@@ -46,7 +46,7 @@ def to_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Keep a record's numbers.
 
     A null is a NaN (strict writers have no other word for it), except in rows of held-out metrics, where it says that
-    no training metric was logged.
+    no training metric was logged. A record that says it is none of training (``"mode": "val"``) holds nothing.
     """
     return split_record(record)[0]
 
@@ -65,6 +65,8 @@ def split_record(record: Mapping[str, Any]) -> tuple[dict[str, float], list[tupl
             numbers[name] = number
         elif isinstance(value, str):
             texts.append((name, value))
+    if any(says_held_out(name, text) for name, text in texts):
+        return {}, []
     if nulls and not any(HELD_OUT & set(normalise(name).split("_")) for name in numbers):
         numbers.update(dict.fromkeys(nulls, math.nan))
     return numbers, texts
