@@ -279,7 +279,7 @@ def test_the_verb_end_to_end_imports_neither_torch_nor_lightning(tmp_path: Path)
         "bad = {'torch', 'lightning', 'pytorch_lightning', 'wandb', 'tensorboard', 'pandas'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "import wandb.proto.wandb_internal_pb2, tensorboard.compat.proto.event_pb2, tensorboard.util.tensor_util\n"
-        "bad = {'torch', 'lightning', 'tensorflow'} & set(sys.modules)  # what the binary readers load has none either\n"
+        "bad = {'torch', 'lightning', 'tensorflow'} & set(sys.modules)  # nor do the binary readers\n"
         "assert not bad, bad\n"
         "sys.exit(rc)\n"
     )
