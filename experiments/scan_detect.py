@@ -92,17 +92,18 @@ def episode_record(result: ScanResult, episode: Episode) -> dict[str, Any]:
         excess=episode.excess,
         peak=episode.peak,
         baseline=episode.baseline,
-        series=_column(result.series, episode.series),
+        series=column_name(result, episode.series),
         precursors={
-            _column(result.series, name): {"row": row, "step": result.step_at(row)}
+            column_name(result, name): {"row": row, "step": result.step_at(row)}
             for name, row in episode.precursors.items()
         },
     )
     return record
 
 
-def _column(series: Series, name: str) -> str:
-    return (series.grad_column or name) if name == GRAD else series.column
+def column_name(result: ScanResult, name: str) -> str:
+    """Return the log's name for one of the detector's series."""
+    return (result.series.grad_column or name) if name == GRAD else result.series.column
 
 
 def run_record(result: ScanResult) -> dict[str, Any]:

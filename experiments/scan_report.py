@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from callbacks.episodes import Episode
-from experiments.scan_detect import ScanResult, log_interval
+from experiments.scan_detect import ScanResult, column_name, log_interval
 
 MAX_EPISODES = 10  # shown per run unless all are asked for
 KIND_STYLES = {
@@ -46,6 +46,8 @@ def episode_table(results: Sequence[ScanResult], show_all: bool) -> Table:
     for name in ("onset", "peak", "recovered", "peak value", "baseline", "severity"):
         table.add_column(name, justify="right")
     table.add_column("acts")
+    if any(episode.precursors for result in results for episode in result.episodes):
+        table.add_column("seen in")
     for result in results:
         _add_run(table, result, show_all)
     return table
@@ -90,7 +92,15 @@ def _line(result: ScanResult, episode: Episode) -> tuple[str, ...]:
     places = [episode.onset, episode.peak_step, episode.recovered]
     steps = [number(None if row is None else result.step_at(row)) for row in places]
     values = [number(episode.peak), number(episode.baseline), number(episode.severity)]
-    return (kind, *steps, *values, "yes" if episode.actionable else "")
+    others = [
+        f"{escape(column_name(result, name))} at {number(result.step_at(row))}" for name, row in first_seen(episode)
+    ]
+    return (kind, *steps, *values, "yes" if episode.actionable else "", *([", ".join(others)] if others else []))
+
+
+def first_seen(episode: Episode) -> list[tuple[str, int]]:
+    """Return the other series that left their range, with the row at which they did, in order of time."""
+    return sorted(episode.precursors.items(), key=lambda item: item[1])
 
 
 def summary(results: Sequence[ScanResult]) -> str:
