@@ -82,8 +82,8 @@ class Detector:
     """Judges each step's values; see `DetectorConfig` for its few parameters.
 
     The first key of `values` is the series that matters most; a key that contains "grad_norm" is judged as a gradient
-    norm (on a log scale, at its own budget) and never asks for action on its own while it is finite: it is what
-    `veto_limit` is made from.
+    norm (on a log scale, at its own budget) and never asks for action on its own: it is what `veto_limit` is made from,
+    so that a bad update is refused before it is made, and what an episode's precursors are.
     """
 
     def __init__(self, config: DetectorConfig | None = None) -> None:
@@ -99,16 +99,17 @@ class Detector:
             values: value of each series at this step; a series may be missing at some steps.
 
         Returns:
-            The verdict of the series with the gravest finding (on a tie the one that comes first in `values`).
+            The gravest finding: one that asks for action before one that does not, a loss-like series before a gradient
+            norm, then by kind; on a tie the series that comes first in `values`.
 
         Raises:
             ValueError: `values` is empty.
         """
-        worst: tuple[bool, int] | None = None
+        worst: tuple[bool, bool, int] | None = None
         gravest: tuple[str, Judgement] | None = None
         for name, value in values.items():
             found = (self.monitors.get(name) or self._add(name)).update(int(step), float(value))
-            rank = (found.act, _RANK[found.kind])
+            rank = (found.act, found.kind != "ok" and GRADIENT_KEY not in name, _RANK[found.kind])
             if worst is None or rank > worst:
                 worst, gravest = rank, (name, found)
         if gravest is None:

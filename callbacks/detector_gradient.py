@@ -53,7 +53,7 @@ class GradientMonitor(Stateful):
             if self.bad == 0:
                 self.bad_onset = step
             self.bad += 1
-            return Judgement("non_finite", self.bad > 1, self.bad_onset, math.inf, usual, 0.0, math.inf)
+            return Judgement("non_finite", False, self.bad_onset, math.inf, usual, 0.0, math.inf)
         self.bad = 0
         if value <= 0.0:
             return Judgement("ok", False, step, 0.0, usual, 0.0, value - usual)
