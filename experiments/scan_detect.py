@@ -10,6 +10,7 @@ from typing import Any
 from callbacks.detector import Detector, DetectorConfig
 from callbacks.episodes import Episode, EpisodeTracker
 from experiments.readers.series import Series
+from experiments.readers.table import LogError
 
 LOSS, GRAD = "loss", "grad_norm"  # the detector's names of the two series
 TICK_EVERY = 2000
@@ -48,12 +49,18 @@ def detect(series: Series, config: DetectorConfig, tick: Callable[[int], None] =
         series: A run.
         config: The detector's parameters.
         tick: Progress, in values judged.
+
+    Raises:
+        LogError: The detector cannot compute with a value.
     """
     detector, tracker, result = Detector(config), EpisodeTracker(), ScanResult(series)
     baseline = scale = math.nan
     for i, (row, loss, grad) in enumerate(zip(series.rows, series.loss, series.grad_norm, strict=True)):
         values = {LOSS: loss} if grad is None else {LOSS: loss, GRAD: grad}
-        verdict = detector.update(row, values)
+        try:
+            verdict = detector.update(row, values)
+        except ArithmeticError as error:  # one odd run must not take the others' results with it
+            raise LogError(series.path, f"the detector fails on {values} ({error})", row) from error
         if verdict.act:
             result.alarms.append(row)
         closed = tracker.update(row, verdict, values)

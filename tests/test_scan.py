@@ -127,6 +127,23 @@ def test_alarms_are_exactly_what_the_detector_says(tmp_path: Path) -> None:
     assert strict_json(out)[0]["alarms"] == acts != []
 
 
+def test_a_run_the_detector_fails_on_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(Detector):
+        def update(self, step: int, values: Mapping[str, float]) -> Any:
+            if values["loss"] == 13.0:
+                raise OverflowError("too large")
+            return super().update(step, values)
+
+    monkeypatch.setattr(scan_detect, "Detector", Failing)
+    bad = write_csv(tmp_path / "bad.csv", [5.0, 13.0])
+    good = write_csv(tmp_path / "good.csv", healthy(50))
+    assert run(bad, good, "--json", tmp_path / "out.json") == 1
+    assert capsys.readouterr().err == f"error: {bad}: row 1: the detector fails on {{'loss': 13.0}} (too large)\n"
+    assert [record["path"] for record in strict_json(tmp_path / "out.json")] == [str(good)]
+
+
 def test_detector_options_reach_the_detector(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_csv(tmp_path / "run.csv", healthy(50))
     assert run(log, "--warmup", 3) == 2
