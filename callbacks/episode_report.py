@@ -105,6 +105,7 @@ class EpisodeFolder:
             "detected_at": attempt,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "rollback": rollback,
+            "step_seconds": sorted(r.step_seconds for r in history)[len(history) // 2] if history else 0.0,
             "series": [
                 {"attempt": r.attempt, "step": r.step, "value": r.value, "rank_values": r.rank_values,
                  "gradient_norm": r.gradient_norm, "vetoed": r.vetoed}

@@ -28,8 +28,8 @@ class FaultInjection(Callback):
         at_batch: first global batch number that is hit; -1 injects nothing.
         num_batches: how many batches in a row are hit.
         kind: ``learning_rate`` multiplies the learning rate of those updates by ``factor``; ``loss_scale`` multiplies
-            the loss before backward; ``non_finite`` makes the loss NaN; ``random_codes`` replaces the batch's codes by
-            uniform noise.
+            the loss before backward, and what the step reports of it; ``non_finite`` makes both NaN; ``random_codes``
+            replaces the batch's codes by uniform noise.
         factor: size of the fault, for the two kinds that have one.
         rank: the only rank that is hit, or None for all. The learning rate is the same on all ranks by construction,
             so ``learning_rate`` refuses a rank.
@@ -72,6 +72,15 @@ class FaultInjection(Callback):
         """Scale the loss in place, which scales every gradient of this rank before they are averaged."""
         if self._hit and self.kind in ("loss_scale", "non_finite"):
             loss.mul_(math.nan if self.kind == "non_finite" else self.factor)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Scale the reported sums as the loss was: this callback stands before the guard."""
+        if self._hit and self.kind in ("loss_scale", "non_finite") and isinstance(outputs, dict):
+            factor = math.nan if self.kind == "non_finite" else self.factor
+            sums = outputs.get("sums", {})
+            outputs["sums"] = {name: (total * factor, count) for name, (total, count) in sums.items()}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Scale this update's learning rate."""

@@ -185,7 +185,7 @@ class Rollback:
             return
         guard, here, back = self.guard, int(now["batch_number"]), int(then["batch_number"])
         if self.after.data == "replay":
-            suspect = verdict.onset - guard.retries.widened(guard.onset_margin) + 1
+            suspect = verdict.onset - guard.retries.widened(guard.onset_margin)
             numbers = [r.batch_number for step in guard.history if step.attempt >= suspect for r in step.batches]
             offending = [max(back, min(numbers, default=back)), here]
             self.skipped = merge_ranges([*self.skipped, offending])
@@ -229,7 +229,7 @@ class Rollback:
 
     def save_last_good(self, trainer: Trainer, verdict: Verdict) -> str | None:
         """Put the run back to its newest trusted state and write that; None if there is no such state."""
-        target = self.choose(trainer, verdict.onset - self.guard.onset_margin + 1) or self._any_good()
+        target = self.choose(trainer, verdict.onset - self.guard.onset_margin) or self._any_good()
         if target is None:
             return None
         if target.path is not None:

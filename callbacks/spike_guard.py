@@ -244,7 +244,7 @@ class SpikeGuard(Callback):
         lost_from = trainer.global_step
         if not self.retries.allow(trainer.global_step):
             self._give_up(trainer, verdict, f"it came back after {self.retries.count} rollbacks at this place")
-        before = verdict.onset - self.retries.widened(self.onset_margin) + 1
+        before = verdict.onset - self.retries.widened(self.onset_margin)
         target = self.rollback.choose(trainer, before)
         if target is None:
             if verdict.kind == "non_finite" and not self.rollback.weights_are_finite(trainer):

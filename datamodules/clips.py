@@ -27,8 +27,7 @@ class ClipTable:
 
     Attributes:
         num_frames: T.
-        part_of_shard: part (shard set) of each shard, `[S]`.
-        local_shard: number of each shard within its set, `[S]`.
+        shards: set and shard number within it of each shard that has tracks of the split, `[S]`.
         shard_clips: first clip id of each shard, `[S + 1]`.
         part_clips: first clip id of each part, `[C + 1]`.
         track_clips: first clip id of each track, `[R + 1]`.
@@ -40,8 +39,7 @@ class ClipTable:
     """
 
     num_frames: int
-    part_of_shard: Int64
-    local_shard: Int64
+    shards: tuple[tuple[int, int], ...]
     shard_clips: Int64
     part_clips: Int64
     track_clips: Int64
@@ -97,9 +95,8 @@ def clip_table(indexes: list[ShardIndex], split: str, num_frames: int, min_frame
     """
     if num_frames < 1 or min_frames < 1:
         raise ValueError(f"num_frames={num_frames}, min_frames={min_frames}: both must be at least 1")
-    columns: list[list[int]] = [[], [], [], []]  # frames, shard, first, id
-    parts: list[int] = []
-    locals_: list[int] = []
+    shards: list[tuple[int, int]] = []
+    columns: list[Int64] = []  # of each shard: track frames, shard, first frame, track id
     part_tracks, dropped, base = [0], 0, 0
     for part, index in enumerate(indexes):
         for number, shard in enumerate(index.shards):
@@ -107,29 +104,24 @@ def clip_table(indexes: list[ShardIndex], split: str, num_frames: int, min_frame
                 lengths = np.array([track.frames for track in shard.tracks], np.int64)
                 keep = np.flatnonzero(lengths >= min_frames)
                 dropped += len(lengths) - len(keep)
-                columns[0] += lengths[keep].tolist()
-                columns[1] += [len(parts)] * len(keep)
-                columns[2] += (np.cumsum(lengths) - lengths)[keep].tolist()
-                columns[3] += (base + keep).tolist()
-                parts.append(part)
-                locals_.append(number)
+                first = np.cumsum(lengths) - lengths
+                columns.append(np.stack([lengths[keep], np.full_like(keep, len(shards)), first[keep], base + keep]))
+                shards.append((part, number))
             base += len(shard.tracks)
-        part_tracks.append(len(columns[0]))
+        part_tracks.append(sum(column.shape[1] for column in columns))
         if part_tracks[-1] == part_tracks[-2]:
-            raise ValueError(
-                f"split={split!r}: shard set {part} has no clip of it; its splits are {list(index.splits)}"
-            )
-    frames, shards, first, ids = (np.array(column, np.int64) for column in columns)
+            known = f"its splits are {list(index.splits)}, min_frames={min_frames}"
+            raise ValueError(f"split={split!r}: shard set {part} has no clip of it; {known}")
+    frames, shard_of, first, ids = np.concatenate(columns, axis=1)
     track_clips = np.concatenate([[0], np.cumsum(np.maximum(frames // num_frames, 1))])
     return ClipTable(
         num_frames=num_frames,
-        part_of_shard=np.array(parts, np.int64),
-        local_shard=np.array(locals_, np.int64),
-        shard_clips=track_clips[np.searchsorted(shards, np.arange(len(parts) + 1))],
+        shards=tuple(shards),
+        shard_clips=track_clips[np.searchsorted(shard_of, np.arange(len(shards) + 1))],
         part_clips=track_clips[np.array(part_tracks)],
         track_clips=track_clips,
         track_frames=frames,
-        track_shard=shards,
+        track_shard=shard_of,
         track_first=first,
         track_id=ids,
         dropped=dropped,

@@ -13,7 +13,7 @@ import lightning as L
 
 from datamodules.loader import FixedLoader, TokenLoader
 from datamodules.shards import load_index
-from datamodules.stream import BadShards, ShardSet, TokenStream
+from datamodules.stream import BadShards, ShardSet, TokenStream, used_codebooks
 
 
 class SetArguments(TypedDict, total=False):
@@ -33,6 +33,7 @@ class CodecTokens(L.LightningDataModule):
         global_batch: clips of one micro-batch over all ranks; each rank gets `global_batch / world_size`.
         seed: of order, crops and masks.
         codebooks: K that the model expects; None takes what the data has.
+        use_codebooks: train on the first so many codebooks only, as a codec does at a lower bitrate; None for all.
         min_frames: tracks shorter than this are left out; those between this and `num_frames` are padded.
         num_workers: reading processes a rank; 0 is the fast setting for local files.
         persistent_workers: keep the workers between epochs and rewinds.
@@ -62,6 +63,7 @@ class CodecTokens(L.LightningDataModule):
         global_batch: int = 32,
         seed: int = 0,
         codebooks: int | None = None,
+        use_codebooks: int | None = None,
         min_frames: int = 1,
         num_workers: int = 0,
         persistent_workers: bool = False,
@@ -88,11 +90,12 @@ class CodecTokens(L.LightningDataModule):
         self.train_loader: TokenLoader | None = None
         self.codec = self._sets[0].index.codec if self._sets[0].index is not None else None
         assert self.codec is not None
-        self.num_codebooks: int = self.codec.codebooks
+        self._use_codebooks = use_codebooks
+        self.num_codebooks: int = used_codebooks(use_codebooks, self.codec.codebooks)
         self.codebook_size: int = self.codec.codebook_size
-        if codebooks is not None and codebooks != self.num_codebooks:
+        if codebooks is not None and codebooks != self.codec.codebooks:
             raise ValueError(
-                f"data.codebooks={codebooks}, but {self._sets[0].path}/index.json has codebooks={self.num_codebooks}:"
+                f"data.codebooks={codebooks}, but {self._sets[0].path}/index.json has codebooks={self.codec.codebooks}:"
                 " set data.codebooks (and the model's) to the number in the data"
             )
 
@@ -127,6 +130,11 @@ class CodecTokens(L.LightningDataModule):
     def predict_dataloader(self) -> FixedLoader:
         """As testing."""
         return self._fixed("test")
+
+    def teardown(self, stage: str) -> None:
+        """End the reading processes."""
+        if self.train_loader is not None:
+            self.train_loader.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training stream, as `TokenLoader.state_dict`; empty before training."""
@@ -169,6 +177,7 @@ class CodecTokens(L.LightningDataModule):
             min_frames=self._min_frames,
             shuffle_shards=self._shuffle_shards if role == "train" else 0,
             on_bad_shard=self._bad if role == "train" else BadShards(),
+            use_codebooks=self._use_codebooks,
             verify=self._verify,
         )
 

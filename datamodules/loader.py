@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from datamodules.order import next_unskipped
@@ -64,16 +65,14 @@ class TokenLoader:
         self._dataset = _Batches(stream, rank, world)
         self._reader: Iterator[Batch | Exception] | None = None
         self._workers: DataLoader[Batch | Exception] | None = None
-        if num_workers > 0:
-            self._workers = DataLoader(
-                self._dataset,
-                batch_size=None,
-                sampler=_Tasks(self._at),
-                num_workers=num_workers,
-                persistent_workers=persistent_workers,
-                multiprocessing_context=start_method,
-                prefetch_factor=prefetch,
-            )
+        self._settings: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers and num_workers > 0,
+            "multiprocessing_context": start_method if num_workers > 0 else None,
+            "prefetch_factor": prefetch if num_workers > 0 else None,
+            # A generator of its own: a new iterator must not draw from the run's random states.
+            "generator": torch.Generator(),
+        }
 
     def __len__(self) -> int:
         """Batches of a full epoch, wherever the position is."""
@@ -107,6 +106,10 @@ class TokenLoader:
         self._at.batch_number, self._at.skip, self._at.banned = checked_state(state, self.stream)
         self._reader = self._last = None
 
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones at the same position."""
+        self._reader = self._workers = None
+
     def _next(self) -> Batch:
         batch = self._read()
         self._last = batch["batch_number"]
@@ -114,9 +117,10 @@ class TokenLoader:
         return batch
 
     def _read(self) -> Batch:
+        if not self._settings["num_workers"]:
+            return self.stream.batch(*self._at.task(self._at.batch_number), self.rank, self.world)
         if self._workers is None:
-            number, banned = self._at.task(self._at.batch_number)
-            return self.stream.batch(number, self.rank, self.world, banned)
+            self._workers = DataLoader(self._dataset, batch_size=None, sampler=_Tasks(self._at), **self._settings)
         if self._reader is None:
             self._reader = iter(self._workers)
         batch = next(self._reader)
@@ -128,8 +132,10 @@ class TokenLoader:
 
 @dataclass
 class _Position:
-    """Where the stream stands. The loader and its workers' task list share it; neither holds the other, so that dropping
-    a loader ends its workers at once and not whenever garbage is collected.
+    """Where the stream stands.
+
+    The loader and its workers' task list share it and neither holds the other, so that dropping a loader ends its
+    workers at once, not whenever garbage is collected.
     """
 
     batch_number: int = 0
@@ -138,7 +144,7 @@ class _Position:
 
     def task(self, batch_number: int) -> Task:
         """The first batch at or after `batch_number` that is not skipped, and the banned clips."""
-        return next_unskipped(batch_number, self.skip), tuple(self.banned)
+        return next_unskipped(batch_number, self.skip) if self.skip else batch_number, tuple(self.banned)
 
 
 class _Tasks(Sampler[Task]):
@@ -162,9 +168,8 @@ class _Batches(Dataset[Batch | Exception]):
         self.stream, self.rank, self.world = stream, rank, world
 
     def __getitem__(self, task: Task) -> Batch | Exception:
-        number, banned = task
         try:
-            return self.stream.batch(number, self.rank, self.world, banned)
+            return self.stream.batch(*task, self.rank, self.world)
         except (ValueError, OSError) as error:  # handed over whole: torch would wrap it in the worker's traceback
             return error
 
@@ -196,11 +201,7 @@ class FixedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for number, sample_B in enumerate(self._batches):
-            yield {
-                **self.stream.fixed_batch(np.ascontiguousarray(sample_B)),
-                "batch_number": number,
-                "num_substituted": 0,
-            }
+            yield self.stream.fixed_batch(number, np.ascontiguousarray(sample_B))
 
 
 def checked_state(state: Mapping[str, Any], stream: TokenStream) -> tuple[int, list[tuple[int, int]], list[int]]:

@@ -19,7 +19,8 @@ UInt64 = npt.NDArray[np.uint64]
 
 # Streams of random numbers that must not coincide: one word each, mixed into the key.
 SHUFFLE, CROP, MASK, SUBSTITUTE, BLEND, VALIDATION = range(1, 7)
-ROUNDS = 6
+ROUNDS = 4
+_ROUND_KEYS = [np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64) for turn in range(ROUNDS)]
 
 
 def mix(value: UInt64) -> UInt64:
@@ -33,9 +34,7 @@ def hash_words(*words: int | Int64 | UInt64) -> UInt64:
     """Hash integers (scalars or `[M]`) to 64-bit words `[M]`; order matters."""
     state = np.uint64(0x9E3779B97F4A7C15) * np.ones(1, np.uint64)
     for word in words:
-        array = np.atleast_1d(np.asarray(word & 0xFFFFFFFFFFFFFFFF if isinstance(word, int) else word)).astype(
-            np.uint64
-        )
+        array = np.array([word % 2**64], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
         state = mix(state ^ array) + np.uint64(0x9E3779B97F4A7C15)
     return state
 
@@ -51,35 +50,37 @@ def permute(index_M: Int64, size: int | Int64, key_M: UInt64) -> Int64:
 
     Args:
         index_M: `[M]`, each in `0 <= index < size`.
-        size: N, one for all or `[M]`; below 2^40.
+        size: N, one for all or `[M]`.
         key_M: 64-bit keys, `[M]` or `[1]`; each key is another permutation.
 
     Returns:
         `[M]` int64. For a fixed key and size this is a bijection.
     """
-    sizes = np.broadcast_to(np.asarray(size, np.int64), index_M.shape)
-    if len(index_M) == 0:
-        return index_M.astype(np.int64)
-    keys = np.broadcast_to(key_M, index_M.shape)
-    half = _half_bits(sizes)
-    result = _feistel(index_M.astype(np.uint64), half, keys)
-    outside = np.flatnonzero(result >= sizes.astype(np.uint64))
-    while len(outside):  # cycle walking: the domain is at most 4 N, so this ends after a few rounds
-        result[outside] = _feistel(result[outside], half[outside], keys[outside])
-        outside = outside[result[outside] >= sizes[outside].astype(np.uint64)]
+    sizes = np.atleast_1d(np.asarray(size, np.int64)).astype(np.uint64)
+    bits = np.array([max(int(one) - 1, 1).bit_length() for one in sizes.tolist()], np.uint64)
+    result = _feistel(index_M.astype(np.uint64), bits, key_M)
+    outside = np.flatnonzero(result >= sizes)
+    while len(outside):  # cycle walking: the domain is at most 2 N, so half of what is left ends in each round
+        walked = _feistel(result[outside], _at(bits, outside), _at(key_M, outside))
+        result[outside] = walked
+        outside = outside[walked >= _at(sizes, outside)]
     return result.astype(np.int64)
 
 
-def _half_bits(sizes: Int64) -> UInt64:
-    bits = np.ceil(np.log2(np.maximum(sizes, 2))).astype(np.int64)
-    bits += (np.int64(1) << bits) < sizes  # a log rounded down would leave samples out
-    return ((bits + 1) // 2).astype(np.uint64)
+def _at(values: UInt64, places: npt.NDArray[np.intp]) -> UInt64:
+    """`values[places]`, or the one value that holds everywhere."""
+    chosen: UInt64 = values if len(values) == 1 else values[places]
+    return chosen
 
 
-def _feistel(value: UInt64, half: UInt64, key: UInt64) -> UInt64:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = value >> half, value & mask
-    for turn in range(ROUNDS):
-        round_key = key + np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        left, right = right, left ^ (mix(right ^ round_key) & mask)
-    return (left << half) | right
+def _feistel(value: UInt64, bits: UInt64, key: UInt64) -> UInt64:
+    """An unbalanced Feistel network on `bits` bits: the halves are changed in turn, each by a hash of the other."""
+    low_bits = (bits + np.uint64(1)) >> np.uint64(1)
+    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+    high_mask = (np.uint64(1) << (bits - low_bits)) - np.uint64(1)
+    high, low = value >> low_bits, value & low_mask
+    for turn in range(0, ROUNDS, 2):
+        high = high ^ (mix(low ^ (key + _ROUND_KEYS[turn])) & high_mask)
+        low = low ^ (mix(high ^ (key + _ROUND_KEYS[turn + 1])) & low_mask)
+    joined: UInt64 = (high << low_bits) | low
+    return joined

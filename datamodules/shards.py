@@ -85,6 +85,10 @@ class Shard:
     top_share: tuple[float, ...]
     tracks: tuple[Track, ...]
 
+    def block_digest(self, number: int) -> str:
+        """The digest of one block."""
+        return self.blocks[number * BLOCK_DIGEST_HEX : (number + 1) * BLOCK_DIGEST_HEX]
+
     @property
     def block_digests(self) -> list[str]:
         """The block digests, one hex string per block."""
@@ -218,7 +222,7 @@ def parse_index(text: bytes, path: str) -> ShardIndex:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{path}: damaged: not valid JSON ({error}); restore it or write the set again") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ShardError(f"{path}: not a {FORMAT} index")
@@ -288,7 +292,7 @@ def header_fault(header: bytes, frames: int, codebooks: int) -> str:
         file = io.BytesIO(header)
         np.lib.format.read_magic(file)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    except ValueError:
+    except Exception:  # numpy's parser raises whatever the bytes lead it to
         return f"its .npy header is damaged (expected {wanted})"
     if shape == (codebooks, frames) or fortran:
         return f"transposed: the file holds {dtype} {shape}{' in Fortran order' * fortran}, the index says {wanted}"

@@ -5,6 +5,7 @@ Legend: B clips of one rank's batch, K codebooks, T frames a clip, G clips of a 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import warnings
@@ -17,12 +18,12 @@ import torch
 
 from datamodules.clips import ClipTable, clip_table
 from datamodules.order import Order
-from datamodules.permutation import VALIDATION, Int64, hash_words
-from datamodules.shard_reader import BadShardError, OpenShard, ShardReader
-from datamodules.shards import ShardIndex, load_index
+from datamodules.permutation import Int64
+from datamodules.plan import COLUMNS, Plan, Planner
+from datamodules.shard_files import BadShardError, Codes, OpenShard, ShardFile, ShardFiles
+from datamodules.shards import ShardIndex, load_index, resolve_root
 
 Batch = dict[str, Any]
-PLAN_CLIPS = 8192
 CONSTANT_SHARE = 0.9
 
 
@@ -74,6 +75,7 @@ class TokenStream:
         min_frames: shorter tracks are left out; those shorter than T but not than this are padded.
         shuffle_shards: see `Order`.
         on_bad_shard: see `BadShards`.
+        use_codebooks: serve only the first so many codebooks, as a codec does at a lower bitrate; None for all.
         verify: hash each block on first touch.
 
     Raises:
@@ -92,6 +94,7 @@ class TokenStream:
         min_frames: int = 1,
         shuffle_shards: int = 0,
         on_bad_shard: BadShards | None = None,
+        use_codebooks: int | None = None,
         verify: bool = True,
     ) -> None:
         if not sets:
@@ -99,9 +102,11 @@ class TokenStream:
         indexes = [part.index or load_index(part.path) for part in sets]
         _refuse_other_codecs(sets, indexes)
         self.codec = indexes[0].codec
+        self.num_codebooks = used_codebooks(use_codebooks, self.codec.codebooks)
         self.bad_shards: dict[int, str] = {}
         self._on_bad_shard = on_bad_shard or BadShards()
         self.table: ClipTable = clip_table(indexes, split, num_frames, min_frames)
+        self._ragged = bool((self.table.track_frames < num_frames).any())
         self.order = Order(
             part_clips=tuple(self.table.part_clips.tolist()),
             shard_clips=tuple(self.table.shard_clips.tolist()),
@@ -111,153 +116,99 @@ class TokenStream:
             shuffle_shards=shuffle_shards,
         )
         self.fingerprint = _fingerprint(indexes, split, num_frames, min_frames, self.order)
-        self._readers = [
-            ShardReader(
-                part.path,
-                index,
-                verify=verify,
-                open_shard=part.open_shard,
-                whole=self._on_bad_shard.policy == "skip",
-                check=False,
-            )
-            for part, index in zip(sets, indexes, strict=True)
-        ]
+        whole = self._on_bad_shard.policy == "skip"
+        self._files = ShardFiles(_shard_files(sets, indexes, self.table), self.codec, verify=verify, whole=whole)
         self._check_files()
         self._warn_of_constant_codes()
-        self._plans: dict[tuple[int, int, int], tuple[Int64, ...]] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_plans": {}}
+        self._planner = Planner(self.table, self.order, self._files.frame_bytes)
+        self._whole_planner = Planner(self.table, self.order, self._files.frame_bytes)  # of all ranks' clips
 
     @property
     def batches_per_epoch(self) -> int:
         """Global batches of one epoch."""
         return self.order.batches_per_epoch
 
-    def batch(self, batch_number: int, rank: int = 0, world: int = 1, banned: Sequence[int] = ()) -> Batch:
+    def batch(self, batch_number: int, banned: Sequence[int] = (), rank: int = 0, world: int = 1) -> Batch:
         """One rank's share of a global batch.
 
         Args:
             batch_number: number of the global batch, from 0, endless.
+            banned: clip ids that are replaced in place by other clips.
             rank: this process.
             world: number of processes.
-            banned: clip ids that are replaced in place by other clips.
 
         Returns:
             The batch: codes int16 `[B, K, T]` and, each `[B]` int64, num_frames, sample_id, track_id, start,
-            position, mask_seed; batch_number and num_substituted as plain integers.
+            position, mask_seed; global_num_frames `[G]`, the num_frames of all ranks; batch_number and
+            num_substituted as plain integers.
 
         Raises:
             ValueError: damage, under the policy "raise" or beyond the limit; or nothing left to substitute with.
         """
-        position_B, sample_B, epoch_B, mask_seed_B = self._planned(batch_number, rank, world)
-        changed = 0
+        plan, changed = self._planner.batch(batch_number, rank, world), 0
         if banned or self.bad_shards:
-            sample_B, changed = self._substituted(position_B, sample_B, banned)
+            plan, changed = self._planner.substituted(plan, banned, self.bad_shards)
         while True:
-            bits_B = self.order.crop_bits(sample_B, epoch_B)
-            row_B, start_B, length_B = self.table.locate(sample_B, bits_B)
             try:
-                codes = self._read(row_B, start_B, length_B)
+                codes = self._read(plan)
                 break
             except BadShardError as error:
                 self._refuse(error)
-                sample_B, more = self._substituted(position_B, sample_B, banned)
+                plan, more = self._planner.substituted(plan, banned, self.bad_shards)
                 changed += more
-        batch = _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, position_B, mask_seed_B)
-        return {**batch, "batch_number": batch_number, "num_substituted": changed}
+        batch = _as_batch(codes[..., : self.num_codebooks], plan, batch_number, changed)
+        batch["global_num_frames"] = self._lengths_of_all(batch, banned, world)
+        return batch
 
-    def fixed_batch(self, sample_B: Int64) -> Batch:
+    def _lengths_of_all(self, batch: Batch, banned: Sequence[int], world: int) -> torch.Tensor:
+        """Valid frames of every rank's clips, `[G]`, so that each rank knows the global count without a collective."""
+        if world == 1:
+            return torch.clone(batch["num_frames"])
+        if not self._ragged:
+            return torch.full((self.order.global_batch,), self.table.num_frames)
+        plan = self._whole_planner.batch(batch["batch_number"], 0, 1)
+        while True:
+            if banned or self.bad_shards:
+                plan, _ = self._whole_planner.substituted(plan, banned, self.bad_shards)
+            try:
+                if self._on_bad_shard.policy == "skip":  # every rank must know of the same bad shards
+                    self._files.probe(plan.shards)
+                return torch.from_numpy(plan.columns[COLUMNS.index("num_frames")])
+            except BadShardError as error:
+                self._refuse(error)
+
+    def fixed_batch(self, number: int, sample_B: Int64) -> Batch:
         """Clips by id with fixed crops and fixed masks (validation); as `batch`, position being the clip id."""
-        row_B, start_B, length_B = self.table.locate(sample_B, None)
-        codes = self._read(row_B, start_B, length_B)
-        seeds_B = (hash_words(VALIDATION, self.order.seed, sample_B) >> np.uint64(1)).astype(np.int64)
-        return _as_batch(codes, length_B, sample_B, self.table.track_id[row_B], start_B, sample_B, seeds_B)
+        plan = self._planner.fixed(sample_B)
+        return _as_batch(self._read(plan)[..., : self.num_codebooks], plan, number, 0)
 
-    def _planned(self, batch_number: int, rank: int, world: int) -> tuple[Int64, ...]:
-        """Positions, samples, epochs, mask seeds of a batch; computed for many batches at once to share the cost."""
-        share = self.order.global_batch // world
-        span = max(1, PLAN_CLIPS // max(share, 1))
-        key = (batch_number // span, rank, world)
-        if key not in self._plans:
-            first = key[0] * span
-            position = np.concatenate([self.order.positions(first + i, rank, world) for i in range(span)])
-            sample, epoch = self.order.samples(position)
-            self._plans = {key: (position, sample, epoch, self.order.mask_seeds(position))}
-        low = batch_number % span * share
-        return tuple(column[low : low + share] for column in self._plans[key])
-
-    def _read(self, row_B: Int64, start_B: Int64, length_B: Int64) -> np.ndarray[Any, np.dtype[np.int16]]:
-        table = self.table
-        shard_B = table.track_shard[row_B]
-        frame_B = table.track_first[row_B] + start_B
-        if len(self._readers) == 1:
-            return self._read_part(0, shard_B, frame_B, length_B)
-        codes = np.empty((len(row_B), table.num_frames, self.codec.codebooks), np.int16)
-        part_B = table.part_of_shard[shard_B]
-        for part in np.unique(part_B).tolist():
-            here = np.flatnonzero(part_B == part)
-            codes[here] = self._read_part(part, shard_B[here], frame_B[here], length_B[here])
-        return codes
-
-    def _read_part(
-        self, part: int, shard_B: Int64, frame_B: Int64, length_B: Int64
-    ) -> np.ndarray[Any, np.dtype[np.int16]]:
-        local_B = self.table.local_shard[shard_B]
-        try:
-            return self._readers[part].read(local_B, frame_B, length_B, self.table.num_frames)
-        except BadShardError as error:
-            raise BadShardError(self._global_shard(part, error.shard), str(error)) from None
-
-    def _global_shard(self, part: int, local: int) -> int:
-        found = np.flatnonzero((self.table.part_of_shard == part) & (self.table.local_shard == local))
-        return int(found[0]) if len(found) else -1
+    def _read(self, plan: Plan) -> Codes:
+        return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)
 
     def _check_files(self) -> None:
         """Presence and sizes of this split's files: an error, or under "skip" counted before the first batch."""
-        for part, reader in enumerate(self._readers):
-            for local, error in reader.size_faults().items():
-                shard = self._global_shard(part, local)
-                if shard >= 0 and self._on_bad_shard.policy == "raise":
-                    raise error
-                if shard >= 0:  # not one of another split
-                    self._refuse(BadShardError(shard, str(error)))
+        for shard, error in self._files.size_faults().items():
+            if self._on_bad_shard.policy == "raise":
+                raise error
+            self._refuse(BadShardError(shard, str(error)))
 
     def _refuse(self, error: BadShardError) -> None:
         if self._on_bad_shard.policy == "raise":
             raise error
         self.bad_shards[error.shard] = str(error)
-        if len(self.bad_shards) > self._on_bad_shard.limit or len(self.bad_shards) == len(self.table.local_shard):
+        if len(self.bad_shards) > self._on_bad_shard.limit or len(self.bad_shards) == len(self.table.shards):
             raise ValueError(
-                f"{len(self.bad_shards)} bad shards of {len(self.table.local_shard)},"
+                f"{len(self.bad_shards)} bad shards of {len(self.table.shards)},"
                 f" max_bad_shards={self._on_bad_shard.limit}; the last: {error}"
             )
         warnings.warn(f"shard skipped ({len(self.bad_shards)} so far): {error}", stacklevel=2)
 
-    def _substituted(self, position_B: Int64, sample_B: Int64, banned: Sequence[int]) -> tuple[Int64, int]:
-        """Replace banned clips and clips of bad shards; whichever rank or worker meets them, by the same clips."""
-        refused = np.array(sorted(banned), np.int64)
-        bad = np.array(sorted(self.bad_shards), np.int64)
-        sample_B, changed, attempt = sample_B.copy(), 0, 0
-        here = np.arange(len(sample_B))
-        while True:
-            wrong = np.isin(sample_B[here], refused) | np.isin(self.table.shard_of(sample_B[here]), bad)
-            here = here[wrong]
-            if not len(here):
-                return sample_B, changed
-            changed = changed or len(here)
-            sample_B[here] = self.order.substitute(position_B[here], sample_B[here], refused, attempt)
-            attempt += 1
-
     def _warn_of_constant_codes(self) -> None:
-        for reader in self._readers:
-            for shard in reader.shards:
-                for book, share in enumerate(shard.top_share):
-                    if share > CONSTANT_SHARE:
-                        warnings.warn(
-                            f"{reader.root / shard.file}: {share:.0%} of codebook {book} is one code: a dead codebook?",
-                            stacklevel=3,
-                        )
+        for file in self._files.files:
+            for book, share in enumerate(file.shard.top_share):
+                if share > CONSTANT_SHARE:
+                    path = file.folder / file.shard.file
+                    warnings.warn(f"{path}: {share:.0%} of codebook {book} is one code: a dead codebook?", stacklevel=3)
 
 
 def validation_ids(num_clips: int, max_clips: int | None, world: int) -> Int64:
@@ -267,22 +218,36 @@ def validation_ids(num_clips: int, max_clips: int | None, world: int) -> Int64:
     return np.arange(count, dtype=np.int64) * num_clips // max(count, 1)
 
 
-def _as_batch(
-    codes_BTK: np.ndarray[Any, np.dtype[np.int16]],
-    length_B: Int64,
-    sample_B: Int64,
-    track_B: Int64,
-    start_B: Int64,
-    position_B: Int64,
-    mask_seed_B: Int64,
-) -> Batch:
-    columns = (length_B, sample_B, track_B, start_B, position_B, mask_seed_B)
-    names = ("num_frames", "sample_id", "track_id", "start", "position", "mask_seed")
+def _as_batch(codes_BTK: Codes, plan: Plan, batch_number: int, num_substituted: int) -> Batch:
     # Codes lie frame-major; the view [B, K, T] costs nothing and keeps its strides on the way to the device.
-    batch: Batch = {"codes": torch.from_numpy(codes_BTK).transpose(1, 2)}
-    for name, column in zip(names, columns, strict=True):
-        batch[name] = torch.from_numpy(column)
+    batch: Batch = {"codes": torch.from_numpy(codes_BTK.transpose(0, 2, 1))}
+    batch.update(zip(COLUMNS, torch.from_numpy(plan.columns).unbind(), strict=True))
+    batch["batch_number"] = batch_number
+    batch["num_substituted"] = num_substituted
     return batch
+
+
+def _shard_files(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex], table: ClipTable) -> list[ShardFile]:
+    """The table's shards, without their tracks: what training needs of them is in the table."""
+    return [
+        ShardFile(
+            resolve_root(sets[part].path),
+            dataclasses.replace(indexes[part].shards[number], tracks=()),
+            sets[part].open_shard,
+        )
+        for part, number in table.shards
+    ]
+
+
+def used_codebooks(wanted: int | None, there: int) -> int:
+    """Return how many leading codebooks are served.
+
+    Raises:
+        ValueError: more are wanted than there are, or none.
+    """
+    if wanted is not None and not 1 <= wanted <= there:
+        raise ValueError(f"use_codebooks={wanted}: the data has codebooks={there}; choose 1 to {there}")
+    return wanted or there
 
 
 def _refuse_other_codecs(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex]) -> None:

@@ -98,20 +98,16 @@ def run(args: list[str]) -> ExperimentCLI:
         }
         for verb in verbs
     }
-    argv, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns when both are given
-    try:
-        return ExperimentCLI(
-            AcousticMLM,
-            CodecTokens,
-            auto_configure_optimizers=False,
-            seed_everything_default=0,
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            parser_kwargs={"prog": "python -m experiments", "parser_mode": "omegaconf+", "allow_abbrev": False, **per_verb},
-            args=args,
-        )
-    finally:
-        sys.argv = argv
+    return ExperimentCLI(
+        AcousticMLM,
+        CodecTokens,
+        auto_configure_optimizers=False,
+        seed_everything_default=0,
+        save_config_callback=SaveRunConfig,
+        save_config_kwargs={"save_to_log_dir": False},
+        parser_kwargs={"prog": "python -m experiments", "parser_mode": "omegaconf+", "allow_abbrev": False, **per_verb},
+        args=None if args == sys.argv[1:] else args,  # further ranks are started with this process's own arguments
+    )
 
 
 def main(args: list[str]) -> int:

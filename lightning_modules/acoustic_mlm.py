@@ -87,6 +87,7 @@ class AcousticMLM(LightningModule):
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Draw the masks on the CPU: a function of each clip's own seed, and no device sync later."""
+        batch = dict(batch)
         codes_BKT, num_frames_B = batch["codes"], batch["num_frames"]
         check_codes(codes_BKT, self.config)
         frames = codes_BKT.shape[-1]
@@ -95,7 +96,7 @@ class AcousticMLM(LightningModule):
             mask_BT = torch.zeros(codes_BKT.shape[0], frames, dtype=torch.bool)
         else:
             mask_BT = span_mask(batch["mask_seed"], num_frames_B, frames, prob=self.mask_prob, length=self.mask_length)
-        everyone = batch.get("global_num_frames")
+        everyone = batch.pop("global_num_frames", None)
         if everyone is not None:
             total = sum(masked_frames(int(n), self.mask_prob, self.mask_length) for n in everyone.tolist())
         else:  # a foreign loader: equal clips on all ranks are assumed

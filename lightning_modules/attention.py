@@ -23,12 +23,12 @@ class AttentionContext(NamedTuple):
 
     Attributes:
         keep_BJ: bool ``[B, J]``, true for keys that may be attended; None when every clip is full.
-        bias_B11J: the same as an additive mask, 0 or -inf; None when every clip is full.
+        mask_B11J: the same, shaped for ``scaled_dot_product_attention``.
         rotary: cosine and sine tables ``[T, E/2]``, or None.
     """
 
     keep_BJ: Tensor | None = None
-    bias_B11J: Tensor | None = None
+    mask_B11J: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
 
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: AttentionContext) -> Tensor:
         """Map ``x_BTD`` to the attention output of the same shape."""
-        q_BHTE, k_BHTE, v_BHTE = self._project(x_BTD, context)
+        q_BHTE, k_BHTE, v_BHTE = self.project(x_BTD, context)
         mixed_BHTE = self._mix(q_BHTE, k_BHTE, v_BHTE, context)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate(x_BTD)).view(*x_BTD.shape[:2], self.num_heads, -1)
@@ -160,7 +160,7 @@ class Attention(nn.Module):
             mixed_BTD = self.inner_norm(mixed_BTD)
         return self.out(mixed_BTD)  # type: ignore[no-any-return]
 
-    def _project(self, x_BTD: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[B, H, T, E]``, normalized and rotated as configured."""
         q_BTHE, k_BTHE, v_BTHE = self.qkv(x_BTD).view(*x_BTD.shape[:2], 3, self.num_heads, self.head_width).unbind(2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -183,8 +183,8 @@ class Attention(nn.Module):
             return mixed_BHTE
         if self.probe:
             self._record(largest_logit_per_head(q_BHTE, k_BHTE, context.keep_BJ))
-        return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=context.bias_B11J, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=context.mask_B11J, dropout_p=dropout)
 
     def _record(self, largest_H: Tensor) -> None:
-        with torch.no_grad():
-            torch.maximum(self.max_logit_H, largest_H, out=self.max_logit_H)
+        # Assigned, not written in place: a model cast to fp16 keeps its largest logits in fp32.
+        self.max_logit_H = torch.maximum(self.max_logit_H.float(), largest_H)

@@ -69,6 +69,8 @@ class CodeEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw table and mask vector."""
+        num_codebooks = self.offset_K.numel()
+        self.offset_K.copy_(torch.arange(num_codebooks) * (self.table.shape[0] // num_codebooks))
         nn.init.normal_(self.table, std=self.std / self.offset_K.numel() ** 0.5)
         nn.init.normal_(self.mask_vector, std=self.std)
 
@@ -107,7 +109,8 @@ class Encoder(nn.Module):
         self.final_norm = build_norm(config.norm, config.dim, config.norm_eps) if stack.final_norm else None
         self.probing = False
         self.register_buffer("block_rms_N", torch.zeros(config.num_layers), persistent=False)
-        self.register_buffer("scheme_mark", torch.zeros(SCHEME_BYTES, dtype=torch.uint8))
+        # Floating point, since weight averaging truncates integer buffers and the mark would rot.
+        self.register_buffer("scheme_mark", torch.zeros(SCHEME_BYTES, dtype=torch.float32))
         self.register_load_state_dict_pre_hook(_refuse_other_scheme)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
@@ -132,7 +135,8 @@ class Encoder(nn.Module):
             if isinstance(module, SigmaLinear):
                 module.start_at_sigma()
         mark = config.scheme.encode().ljust(SCHEME_BYTES, b"\0")
-        self.scheme_mark.copy_(torch.tensor(list(mark), dtype=torch.uint8))
+        self.block_rms_N.zero_()
+        self.scheme_mark.copy_(torch.tensor(list(mark), dtype=torch.float32))
 
     def forward(
         self,
@@ -191,12 +195,12 @@ class Encoder(nn.Module):
     def _context(self, x_BTD: Tensor, valid_BT: Tensor | None, num_frames_B: Tensor | None) -> AttentionContext:
         rotary = None
         if self.config.position == "rope":
-            rotary = rotary_tables(x_BTD.shape[1], self.config.head_width, self.config.rope_theta, x_BTD.device)
+            rotary = rotary_tables(x_BTD.shape[1], self.config.head_width, self.config.rope_theta, x_BTD)
         if valid_BT is None or num_frames_B is None:
             return AttentionContext(rotary=rotary)
         # A clip without frames attends its own zeros: a row with every key masked would be NaN in the softmax.
         keep_BJ = valid_BT | (num_frames_B == 0).unsqueeze(1)
-        return AttentionContext(keep_BJ=keep_BJ, bias_B11J=keep_BJ[:, None, None, :], rotary=rotary)
+        return AttentionContext(keep_BJ=keep_BJ, mask_B11J=keep_BJ[:, None, None, :], rotary=rotary)
 
     def _open(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
         return (x_BTD, x_BTD) if self.config.scheme == "residual_dual" else (x_BTD,)
@@ -268,7 +272,7 @@ def _refuse_other_scheme(module: nn.Module, state: Mapping[str, Any], prefix: st
     mark, own = state.get(f"{prefix}scheme_mark"), module.config.scheme
     if mark is None:
         return
-    other = bytes(mark.tolist()).rstrip(b"\0").decode(errors="replace")
+    other = bytes(round(c) for c in mark.tolist()).rstrip(b"\0").decode(errors="replace")
     if other != own:
         raise ValueError(
             f"the checkpoint holds a {SCHEME_TITLES.get(other, other)} encoder (scheme={other}) and this model is "

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_modules.encoder_config import EncoderConfig
+from lightning_modules.precision import full_precision
 
 __all__ = ["CosineHeads", "LinearHeads", "build_heads", "gather_frames", "gather_targets"]
 
@@ -69,7 +70,7 @@ class CosineHeads(nn.Module):
         """Logits ``[K, M, V]`` in [-1/temperature, 1/temperature], fp32."""
         num_codebooks, _, width = self.code_KVC.shape
         projected_MKC = self.projection(hidden_MD).view(-1, num_codebooks, width)
-        with torch.autocast(hidden_MD.device.type, enabled=False):
+        with full_precision(hidden_MD.device):
             unit_KMC = F.normalize(projected_MKC.float(), dim=-1).transpose(0, 1)
             unit_KVC = F.normalize(self.code_KVC.float(), dim=-1)
             return torch.bmm(unit_KMC, unit_KVC.transpose(1, 2)) / self.temperature

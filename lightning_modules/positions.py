@@ -52,10 +52,14 @@ class ConvPosition(nn.Module):
         return x_BTD + F.gelu(y_BDT[..., : x_BTD.shape[1]].transpose(1, 2))
 
 
-def rotary_tables(num_frames: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables ``[T, E/2]`` of the angles ``t * theta^(-2i/E)`` (RoFormer, arXiv 2104.09864, eq. 15)."""
-    inverse = theta ** (-torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-    angle = torch.outer(torch.arange(num_frames, device=device, dtype=torch.float32), inverse)
+def rotary_tables(num_frames: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables ``[T, E/2]`` of the angles ``t * theta^(-2i/E)`` (RoFormer, arXiv 2104.09864, eq. 15).
+
+    They are on the device of ``like`` and in its precision, but in fp32 at least.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    inverse = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
+    angle = torch.outer(torch.arange(num_frames, device=like.device, dtype=dtype), inverse)
     return angle.cos(), angle.sin()
 
 

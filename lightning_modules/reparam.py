@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_modules.precision import full_precision
+
 __all__ = ["SigmaLinear", "advance_power_iterations", "clip_query_key_"]
 
 
@@ -36,8 +38,9 @@ class SigmaLinear(nn.Linear):
         self.register_buffer("v_PI", torch.zeros(parts, in_features))
 
     def weight_POI(self) -> Tensor:
-        """The raw weight as its stacked matrices."""
-        return self.weight.view(self.parts, -1, self.in_features)
+        """The raw weight as its stacked matrices, in fp32 at least."""
+        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return weight.view(self.parts, -1, self.in_features)
 
     @torch.no_grad()
     def start_at_sigma(self, iterations: int = 30) -> None:
@@ -50,20 +53,20 @@ class SigmaLinear(nn.Linear):
     @torch.no_grad()
     def advance(self) -> None:
         """One power iteration: v = normalize(W^T u), u = normalize(W v)."""
-        weight_POI = self.weight_POI().float()
+        weight_POI = self.weight_POI()
         self.v_PI.copy_(F.normalize(torch.einsum("poi,po->pi", weight_POI, self.u_PO), dim=1))
         self.u_PO.copy_(F.normalize(torch.einsum("poi,pi->po", weight_POI, self.v_PI), dim=1))
 
     def sigma_P(self) -> Tensor:
         """Largest singular value of each stacked matrix, fp32, differentiable in the weight."""
-        with torch.autocast(self.weight.device.type, enabled=False):
-            right = torch.einsum("poi,pi->po", self.weight_POI().float(), self.v_PI.clone())
+        with full_precision(self.weight.device):
+            right = torch.einsum("poi,pi->po", self.weight_POI(), self.v_PI.clone())
             return (right * self.u_PO.clone()).sum(dim=1)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., I]`` to ``[..., O]``."""
         scale_P = self.gain_P / self.sigma_P()
-        weight = (self.weight_POI() * scale_P[:, None, None]).flatten(0, 1)
+        weight = (self.weight_POI() * scale_P[:, None, None]).flatten(0, 1).to(self.weight.dtype)
         return F.linear(input, weight, self.bias)
 
 
@@ -89,8 +92,8 @@ def clip_query_key_(qkv: nn.Linear, max_logit_H: Tensor, limit: float) -> Tensor
     Returns:
         The factor applied to each head, ``[H]``; 1 where nothing was clipped.
     """
-    ratio_H = limit / max_logit_H.clamp(min=limit)
-    factor_H = torch.nan_to_num(ratio_H, nan=1.0).sqrt().to(qkv.weight.dtype)
+    above_H = torch.isfinite(max_logit_H) & (max_logit_H > limit)
+    factor_H = torch.where(above_H, (limit / max_logit_H).sqrt(), 1.0).to(qkv.weight.dtype)
     heads = max_logit_H.numel()
     rows = 2 * qkv.weight.shape[0] // 3
     qkv.weight[:rows].view(2, heads, -1, qkv.in_features).mul_(factor_H.view(1, heads, 1, 1))

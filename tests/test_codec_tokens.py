@@ -1,4 +1,4 @@
-"""The DataModule in Lightning's Trainer: two epochs, resumed, rewound from a callback, whatever Lightning asked first."""
+"""The DataModule in Lightning's Trainer: two epochs, resumed, rewound from a callback, whatever was asked first."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from datamodules.codec_tokens import CodecTokens
 
@@ -61,15 +61,14 @@ def trainer_of(root: Path, callbacks: list[Callback], epochs: int = 2, **more: A
         default_root_dir=root,
         max_epochs=epochs,
         accelerator="cpu",
-        devices=1,
         logger=False,
         callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        **more,
+        **{"devices": 1, **more},
     )
 
 
@@ -202,14 +201,12 @@ def test_mixture_argument(whole):
 
 DDP = """
 import sys; sys.path[:0] = {path!r}
-import json, os, torch, lightning as L
+import json
 from test_codec_tokens import Model, Rewind, data, saver, trainer_of
 if __name__ == "__main__":
     model = Model(asks_for_steps=True)
     callbacks = [Rewind(10, 6, [[8, 10]]), saver({root!r}, 20)]
-    trainer = L.Trainer(default_root_dir={root!r}, max_epochs=2, accelerator="cpu", devices=2, strategy="ddp", logger=False,
-        callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        num_sanity_val_steps=0)
+    trainer = trainer_of({root!r}, callbacks, devices=2, strategy="ddp")
     trainer.fit(model, datamodule=data(), ckpt_path={ckpt!r}, weights_only=True)
     out = dict(trained=model.trained, weight=model.weight.item(), validated=model.validated)
     json.dump(out, open(f"{root}/{name}-{{trainer.global_rank}}.json", "w"))

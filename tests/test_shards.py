@@ -28,6 +28,14 @@ def write(root: Path, lengths: list[int], shard_bytes: int = 4096, start: int = 
             writer.add(music(i, frames), f"t{i}", licence="CC0-1.0", attribution=f"a{i}", source=f"s{i}")
 
 
+def write_and_stop(root: Path, lengths: list[int]) -> None:
+    """Write some tracks, then be interrupted."""
+    with ShardWriter(root, CODEC, 4096) as writer:
+        for i, frames in enumerate(lengths):
+            writer.add(music(i, frames), f"t{i}", licence="CC0-1.0", attribution=f"a{i}", source=f"s{i}")
+        raise KeyboardInterrupt
+
+
 def read_all(root: Path) -> dict[str, np.ndarray]:
     index = load_index(root)
     reader = ShardReader(root, index)
@@ -76,10 +84,8 @@ def test_splits_lie_in_shards_of_their_own(tmp_path):
 def test_interrupted_writer_goes_on_and_ends_with_the_same_files(tmp_path, stop):
     lengths = [300, 400, 10, 700, 20]
     write(tmp_path / "whole", lengths)
-    with pytest.raises(KeyboardInterrupt), ShardWriter(tmp_path / "cut", CODEC, 4096) as writer:
-        for i, frames in enumerate(lengths[:stop]):
-            writer.add(music(i, frames), f"t{i}", licence="CC0-1.0", attribution=f"a{i}", source=f"s{i}")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop(tmp_path / "cut", lengths[:stop])
     with pytest.raises(FileNotFoundError, match=r"index\.json: no index"):
         load_index(tmp_path / "cut")
     with ShardWriter(tmp_path / "cut", CODEC, 4096) as writer:
@@ -123,10 +129,8 @@ with ShardWriter({str(tmp_path / "cut")!r}, CODEC, 4096) as writer:
 def test_every_torn_state_is_taken_up(tmp_path, damage):
     write(tmp_path / "whole", [300, 100, 20])
     root = tmp_path / "cut"
-    with pytest.raises(KeyboardInterrupt), ShardWriter(root, CODEC, 4096) as writer:
-        for i, frames in enumerate([300, 100]):
-            writer.add(music(i, frames), f"t{i}", licence="CC0-1.0", attribution=f"a{i}", source=f"s{i}")
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop(root, [300, 100])
     shard = root / "shard-00000.npy.tmp"
     if damage == "torn journal":
         with (root / "journal.jsonl").open("ab") as file:

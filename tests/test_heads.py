@@ -1,0 +1,72 @@
+"""Heads and what goes in and out of them."""
+
+import torch
+import torch.nn.functional as F
+
+from lightning_modules.encoder_config import EncoderConfig
+from lightning_modules.heads import CosineHeads, LinearHeads, build_heads, gather_frames, gather_targets
+
+
+def config(head: str) -> EncoderConfig:
+    sizes = {"num_codebooks": 3, "codebook_size": 13, "dim": 8, "num_layers": 1, "num_heads": 2, "ffn_dim": 8}
+    return EncoderConfig(**sizes, conv_groups=2, head=head, head_dim=5)  # type: ignore[arg-type]
+
+
+def test_linear_heads_equal_one_linear_per_codebook() -> None:
+    torch.manual_seed(0)
+    heads = build_heads(config("linear"))
+    assert isinstance(heads, LinearHeads)
+    x = torch.randn(6, 8)
+    for k, logits in enumerate(heads(x)):
+        rows = slice(13 * k, 13 * (k + 1))
+        torch.testing.assert_close(logits, x @ heads.projection.weight[rows].T + heads.projection.bias[rows])
+
+
+def nce_loss(projected_MC: torch.Tensor, table_VC: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
+    """HuBERT's form: the positive first, then all codes with the positive's duplicates at -inf, over 0.1."""
+    positive = table_VC[targets_M]
+    candidates = torch.cat([positive.unsqueeze(0), table_VC.unsqueeze(1).expand(-1, len(targets_M), -1)])
+    logits = F.cosine_similarity(projected_MC.unsqueeze(0), candidates, dim=-1) / 0.1
+    duplicate = (candidates[1:] == positive).all(-1)
+    logits = torch.cat([logits[:1], logits[1:].masked_fill(duplicate, -torch.inf)]).T
+    return F.cross_entropy(logits, torch.zeros(len(targets_M), dtype=torch.int64), reduction="sum")
+
+
+def test_cosine_heads_with_cross_entropy_equal_the_nce_form() -> None:
+    torch.manual_seed(0)
+    heads = build_heads(config("cosine"))
+    assert isinstance(heads, CosineHeads)
+    x, targets = torch.randn(6, 8), torch.randint(13, (3, 6))
+    logits = heads(x)
+    assert float(logits.abs().max()) <= 10.0 + 1e-5
+    plain = sum(F.cross_entropy(logits[k], targets[k], reduction="sum") for k in range(3))
+    gradient = torch.autograd.grad(plain, [heads.code_KVC, heads.projection.weight])
+    projected = heads.projection(x).view(6, 3, 5)
+    nce = sum(nce_loss(projected[:, k], heads.code_KVC[k], targets[k]) for k in range(3))
+    torch.testing.assert_close(plain, nce)
+    expected = torch.autograd.grad(nce, [heads.code_KVC, heads.projection.weight])
+    for ours, theirs in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_cosine_heads_stay_in_fp32_under_autocast() -> None:
+    torch.manual_seed(0)
+    heads, x = build_heads(config("cosine")), torch.randn(6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert heads(x).dtype == torch.float32
+
+
+def test_gather_picks_the_same_frames_of_states_and_codes() -> None:
+    codes = torch.arange(2 * 3 * 4, dtype=torch.int16).view(2, 3, 4)
+    hidden = torch.arange(8.0).view(2, 4, 1)
+    index = torch.tensor([1, 6])
+    assert gather_frames(hidden, index).flatten().tolist() == [1.0, 6.0]
+    targets = gather_targets(codes, index)
+    assert targets.dtype == torch.int64
+    assert targets.tolist() == [[codes[0, k, 1], codes[1, k, 2]] for k in range(3)]
+
+
+def test_no_masked_frame_is_no_error() -> None:
+    for head in ("linear", "cosine"):
+        heads = build_heads(config(head))
+        assert heads(torch.zeros(0, 8)).shape == (3, 0, 13)
