@@ -187,3 +187,15 @@ def test_split_by_hash_csv_and_licence(tmp_path, capsys):
         assert run("split", root, "--out", tmp_path / "d", *options) == 1
         assert message in capsys.readouterr().err
         assert not (tmp_path / "d").exists()
+
+
+def test_a_merge_that_was_stopped_goes_on(tmp_path):
+    left = make_set(tmp_path / "left", range(6))
+    assert run("merge", left, "--out", tmp_path / "whole", "--shard-mb", "0.003") == 0
+    stopped = ShardWriter(tmp_path / "both", CODEC, int(0.003 * 2**20))
+    for seed in (0, 1, 2):
+        stopped.add(codes(seed), f"t{seed}", licence="CC0-1.0" if seed % 2 else "CC-BY-4.0")
+    stopped.abandon()
+    assert run("merge", left, "--out", tmp_path / "both", "--shard-mb", "0.003") == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "both" / path.name).read_bytes() == path.read_bytes()
