@@ -13,7 +13,7 @@ from datamodules.audio import AudioError, AudioFile, read_audio
 from datamodules.book_fitting import sample_features
 from datamodules.codecs import AudioCodec, CodecOptions, FrameFeatures, build_codec, build_features
 from datamodules.residual_kmeans import ResidualKMeans, fit, load_books
-from datamodules.shard_writer import write_atomically
+from datamodules.shard_journal import write_atomically
 from datamodules.track_facts import TrackFacts, assign_splits, read_facts
 from experiments.progress import WorkProgress
 
