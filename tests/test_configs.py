@@ -16,14 +16,43 @@ from lightning_modules.encoder import Encoder, EncoderConfig
 FILES = sorted(CONFIGS.glob("*.yaml"))
 FULL = ("mert_95m", "mert_330m")
 # What makes any of them small enough for a step here; the rest of the file stays as it is.
-TINY = ["--model.encoder.dim", "32", "--model.encoder.num_layers", "2", "--model.encoder.num_heads", "2",
-        "--model.encoder.ffn_dim", "64", "--model.encoder.conv_kernel", "8", "--model.encoder.conv_groups", "4",
-        "--data.num_frames", "32", "--data.global_batch", "4", "--data.val_clips", "4", "--trainer.accelerator", "cpu"]
+TINY = [
+    "--model.encoder.dim",
+    "32",
+    "--model.encoder.num_layers",
+    "2",
+    "--model.encoder.num_heads",
+    "2",
+    "--model.encoder.ffn_dim",
+    "64",
+    "--model.encoder.conv_kernel",
+    "8",
+    "--model.encoder.conv_groups",
+    "4",
+    "--data.num_frames",
+    "32",
+    "--data.global_batch",
+    "4",
+    "--data.val_clips",
+    "4",
+    "--trainer.accelerator",
+    "cpu",
+]
 
 
 def quiet(tmp_path: Path) -> list[str]:
-    return ["--trainer.default_root_dir", str(tmp_path), "--checkpoint.dirpath", str(tmp_path / "checkpoints"),
-            "--trainer.logger", "false", "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+    return [
+        "--trainer.default_root_dir",
+        str(tmp_path),
+        "--checkpoint.dirpath",
+        str(tmp_path / "checkpoints"),
+        "--trainer.logger",
+        "false",
+        "--trainer.enable_progress_bar",
+        "false",
+        "--trainer.enable_model_summary",
+        "false",
+    ]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -36,7 +65,9 @@ def test_every_config_opens_with_its_command_its_minutes_and_its_result(file: Pa
 
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_every_config_parses_alone_and_on_top_of_base(file: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_config_parses_alone_and_on_top_of_base(
+    file: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for files in ([file], [CONFIGS / "base.yaml", file]):
         with pytest.raises(SystemExit) as done:
             run([verb, *(arg for f in files for arg in ("-c", str(f))), "--run_name", "zed", "--print_config"])
@@ -71,8 +102,22 @@ def test_full_recipes_have_the_published_blocks(name: str, block_parameters: int
 
 @pytest.mark.slow
 def test_one_real_step_of_the_95m_recipe(tmp_path: Path) -> None:
-    cli = run(["fit", "-c", str(CONFIGS / "mert_95m.yaml"), *quiet(tmp_path), "--data.global_batch", "2",
-               "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--trainer.accelerator", "cpu"])
+    cli = run(
+        [
+            "fit",
+            "-c",
+            str(CONFIGS / "mert_95m.yaml"),
+            *quiet(tmp_path),
+            "--data.global_batch",
+            "2",
+            "--trainer.max_steps",
+            "1",
+            "--trainer.limit_val_batches",
+            "0",
+            "--trainer.accelerator",
+            "cpu",
+        ]
+    )
     assert cli.trainer.global_step == 1
     assert isinstance(cli.model, AcousticMLM)
     assert sum(p.numel() for p in cli.model.parameters()) > 90e6
@@ -80,16 +125,31 @@ def test_one_real_step_of_the_95m_recipe(tmp_path: Path) -> None:
 
 def test_an_override_of_a_shared_value_moves_everything_that_depends_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(["fit", "-c", str(CONFIGS / "deepnorm_clip1.yaml"), "--run_name", "zed", "--model.optimizer.total_steps", "7",
-             "--print_config=skip_null"])
+        run(
+            [
+                "fit",
+                "-c",
+                str(CONFIGS / "deepnorm_clip1.yaml"),
+                "--run_name",
+                "zed",
+                "--model.optimizer.total_steps",
+                "7",
+                "--print_config=skip_null",
+            ]
+        )
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed["trainer"]["default_root_dir"].startswith("runs/${") or printed["trainer"]["default_root_dir"] == "runs/zed"
+    assert (
+        printed["trainer"]["default_root_dir"].startswith("runs/${")
+        or printed["trainer"]["default_root_dir"] == "runs/zed"
+    )
 
 
 def test_the_run_name_moves_all_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    cli = run(["fit", "-c", str(CONFIGS / "smoke.yaml"), *TINY, "--run_name", "zed", "--model.optimizer.total_steps", "8"])
+    cli = run(
+        ["fit", "-c", str(CONFIGS / "smoke.yaml"), *TINY, "--run_name", "zed", "--model.optimizer.total_steps", "8"]
+    )
     assert cli.trainer.global_step == 8
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"zed"}
     assert (tmp_path / "runs/zed/checkpoints/last.ckpt").is_file()
