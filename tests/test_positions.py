@@ -25,10 +25,11 @@ def test_convolution_by_products_equals_conv1d(kernel: int, frames: int) -> None
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_convolution_rounding_is_that_of_fp32() -> None:
+@pytest.mark.parametrize("width", [4, 16], ids=["narrow groups", "wide groups"])
+def test_convolution_rounding_is_that_of_its_precision(width: int) -> None:
     torch.manual_seed(0)
-    position = ConvPosition(64, 128, 16)
-    x = torch.randn(2, 200, 64)
+    position = ConvPosition(4 * width, 128, 4)
+    x = torch.randn(2, 200, 4 * width)
     exact = position.double().convolve(x.double())
     torch.testing.assert_close(position.float().convolve(x).double(), exact, rtol=1e-4, atol=2e-6)
     with torch.autocast("cpu", dtype=torch.bfloat16):

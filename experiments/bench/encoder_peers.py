@@ -272,7 +272,8 @@ class HubertJob(nn.Module):
         for k, head in enumerate(self.heads):
             target = codes_BKT[:, k].masked_fill(~mask_BT, -100)
             total = total + F.cross_entropy(head(hidden_BTD).flatten(0, 1).float(), target.flatten())
-        return total
+        summed: Tensor = total
+        return summed
 
 
 def whole_hubert(bench: Bench, size: Size) -> Step:
