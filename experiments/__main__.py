@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
 
         return trainer_main(args)
     if verb not in VERBS:
-        print(f"{usage()}\n\nerror: unknown verb '{verb}'; choose from {', '.join([*TRAINER_VERBS, *VERBS])}", file=sys.stderr)
+        print(
+            f"{usage()}\n\nerror: unknown verb '{verb}'; choose from {', '.join([*TRAINER_VERBS, *VERBS])}",
+            file=sys.stderr,
+        )
         return 2
     module = importlib.import_module(VERBS[verb][0])
     return int(module.main(args[1:]))

@@ -109,7 +109,8 @@ class Encoder(nn.Module):
         self.final_norm = build_norm(config.norm, config.dim, config.norm_eps) if stack.final_norm else None
         self.probing = False
         self.register_buffer("block_rms_N", torch.zeros(config.num_layers), persistent=False)
-        self.register_buffer("scheme_mark", torch.zeros(SCHEME_BYTES, dtype=torch.uint8))
+        # Floating point, since weight averaging truncates integer buffers and the mark would rot.
+        self.register_buffer("scheme_mark", torch.zeros(SCHEME_BYTES, dtype=torch.float32))
         self.register_load_state_dict_pre_hook(_refuse_other_scheme)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
@@ -135,7 +136,7 @@ class Encoder(nn.Module):
                 module.start_at_sigma()
         mark = config.scheme.encode().ljust(SCHEME_BYTES, b"\0")
         self.block_rms_N.zero_()
-        self.scheme_mark.copy_(torch.tensor(list(mark), dtype=torch.uint8))
+        self.scheme_mark.copy_(torch.tensor(list(mark), dtype=torch.float32))
 
     def forward(
         self,
@@ -271,7 +272,7 @@ def _refuse_other_scheme(module: nn.Module, state: Mapping[str, Any], prefix: st
     mark, own = state.get(f"{prefix}scheme_mark"), module.config.scheme
     if mark is None:
         return
-    other = bytes(mark.tolist()).rstrip(b"\0").decode(errors="replace")
+    other = bytes(round(c) for c in mark.tolist()).rstrip(b"\0").decode(errors="replace")
     if other != own:
         raise ValueError(
             f"the checkpoint holds a {SCHEME_TITLES.get(other, other)} encoder (scheme={other}) and this model is "
