@@ -59,6 +59,8 @@ class Order:
             raise ValueError(f"global_batch={self.global_batch}: must be at least 1")
         if self.shuffle_shards < 0:
             raise ValueError(f"shuffle_shards={self.shuffle_shards}: must be 0 (global shuffle) or a number of shards")
+        if self.num_clips > 2**32:
+            raise ValueError(f"{self.num_clips} clips: the order holds at most 2^32")
         if self.num_clips < self.global_batch:
             raise ValueError(f"global_batch={self.global_batch}: larger than the set, which has {self.num_clips} clips")
         object.__setattr__(self, "quotas", mixture_quotas(self.weights, len(self.part_clips) - 1))

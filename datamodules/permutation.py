@@ -11,11 +11,15 @@ Legend: N samples of a set, M positions asked for at once; every array argument 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
+_Number = TypeVar("_Number", bound=np.generic)
 
 # Streams of random numbers that must not coincide: one word each, mixed into the key.
 SHUFFLE, CROP, MASK, SUBSTITUTE, BLEND, VALIDATION = range(1, 7)
@@ -50,37 +54,46 @@ def permute(index_M: Int64, size: int | Int64, key_M: UInt64) -> Int64:
 
     Args:
         index_M: `[M]`, each in `0 <= index < size`.
-        size: N, one for all or `[M]`.
+        size: N, one for all or `[M]`; at most 2^32.
         key_M: 64-bit keys, `[M]` or `[1]`; each key is another permutation.
 
     Returns:
         `[M]` int64. For a fixed key and size this is a bijection.
     """
-    sizes = np.atleast_1d(np.asarray(size, np.int64)).astype(np.uint64)
-    bits = np.array([max(int(one) - 1, 1).bit_length() for one in sizes.tolist()], np.uint64)
-    result = _feistel(index_M.astype(np.uint64), bits, key_M)
+    sizes = np.atleast_1d(np.asarray(size, np.int64))
+    bits = np.array([max(int(one) - 1, 1).bit_length() for one in sizes.tolist()], np.uint32)
+    keys = [(mix(key_M + _ROUND_KEYS[turn]) >> np.uint64(32)).astype(np.uint32) for turn in range(ROUNDS)]
+    result = _feistel(index_M.astype(np.uint32), bits, keys)
     outside = np.flatnonzero(result >= sizes)
     while len(outside):  # cycle walking: the domain is at most 2 N, so half of what is left ends in each round
-        walked = _feistel(result[outside], _at(bits, outside), _at(key_M, outside))
+        walked = _feistel(result[outside], _at(bits, outside), [_at(key, outside) for key in keys])
         result[outside] = walked
         outside = outside[walked >= _at(sizes, outside)]
     return result.astype(np.int64)
 
 
-def _at(values: UInt64, places: npt.NDArray[np.intp]) -> UInt64:
+def _at(values: npt.NDArray[_Number], places: npt.NDArray[np.intp]) -> npt.NDArray[_Number]:
     """`values[places]`, or the one value that holds everywhere."""
-    chosen: UInt64 = values if len(values) == 1 else values[places]
-    return chosen
+    return values if len(values) == 1 else values[places]
 
 
-def _feistel(value: UInt64, bits: UInt64, key: UInt64) -> UInt64:
+def _feistel(value: UInt32, bits: UInt32, keys: list[UInt32]) -> UInt32:
     """An unbalanced Feistel network on `bits` bits: the halves are changed in turn, each by a hash of the other."""
-    low_bits = (bits + np.uint64(1)) >> np.uint64(1)
-    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
-    high_mask = (np.uint64(1) << (bits - low_bits)) - np.uint64(1)
+    one = np.uint32(1)
+    low_bits = (bits + one) >> one
+    low_mask = (one << low_bits) - one
+    high_mask = (one << (bits - low_bits)) - one
     high, low = value >> low_bits, value & low_mask
     for turn in range(0, ROUNDS, 2):
-        high = high ^ (mix(low ^ (key + _ROUND_KEYS[turn])) & high_mask)
-        low = low ^ (mix(high ^ (key + _ROUND_KEYS[turn + 1])) & low_mask)
-    joined: UInt64 = (high << low_bits) | low
+        high = high ^ (_mix32(low ^ keys[turn]) & high_mask)
+        low = low ^ (_mix32(high ^ keys[turn + 1]) & low_mask)
+    joined: UInt32 = (high << low_bits) | low
     return joined
+
+
+def _mix32(value: UInt32) -> UInt32:
+    """MurmurHash3's 32-bit finaliser (Appleby 2011): a bijection; half the width of `mix` and quicker."""
+    value = (value ^ (value >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    value = (value ^ (value >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    mixed: UInt32 = value ^ (value >> np.uint32(16))
+    return mixed

@@ -6,7 +6,7 @@ Legend: B clips of one rank's batch, M clips planned at once, G clips of a globa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ PLAN_CLIPS = 8192
 COLUMNS = ("num_frames", "sample_id", "track_id", "start", "position", "mask_seed")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Clips to read.
 
     Attributes:
@@ -55,6 +54,7 @@ class Planner:
 
     def __init__(self, table: ClipTable, order: Order, frame_bytes: int) -> None:
         self.table, self.order, self.frame_bytes = table, order, frame_bytes
+        self._ragged = bool((table.track_frames < table.num_frames).any())
         self._key = (-1, 0, 0)
         self._run: Plan | None = None
 
@@ -119,4 +119,6 @@ class Planner:
         columns = np.stack([length_M, sample_M, table.track_id[row_M], start_M, position_M, seeds_M])
         shards = table.track_shard[row_M].tolist()
         starts = (HEADER_BYTES + (table.track_first[row_M] + start_M) * self.frame_bytes).tolist()
-        return Plan(columns, epoch_M, shards, starts, (length_M * self.frame_bytes).tolist())
+        if self._ragged:
+            return Plan(columns, epoch_M, shards, starts, (length_M * self.frame_bytes).tolist())
+        return Plan(columns, epoch_M, shards, starts, [table.num_frames * self.frame_bytes] * len(shards))

@@ -156,14 +156,14 @@ class TokenStream:
                 self._refuse(error)
                 plan, more = self._planner.substituted(plan, banned, self.bad_shards)
                 changed += more
-        batch = _as_batch(codes[..., : self.num_codebooks], plan, batch_number, changed)
+        batch = self._as_batch(codes, plan, batch_number, changed)
         batch["global_num_frames"] = self._lengths_of_all(batch, banned, world)
         return batch
 
     def _lengths_of_all(self, batch: Batch, banned: Sequence[int], world: int) -> torch.Tensor:
         """Valid frames of every rank's clips, `[G]`, so that each rank knows the global count without a collective."""
         if world == 1:
-            return torch.clone(batch["num_frames"])
+            return batch["num_frames"]  # type: ignore[no-any-return]
         if not self._ragged:
             return torch.full((self.order.global_batch,), self.table.num_frames)
         plan = self._whole_planner.batch(batch["batch_number"], 0, 1)
@@ -180,7 +180,17 @@ class TokenStream:
     def fixed_batch(self, number: int, sample_B: Int64) -> Batch:
         """Clips by id with fixed crops and fixed masks (validation); as `batch`, position being the clip id."""
         plan = self._planner.fixed(sample_B)
-        return _as_batch(self._read(plan)[..., : self.num_codebooks], plan, number, 0)
+        return self._as_batch(self._read(plan), plan, number, 0)
+
+    def _as_batch(self, codes_BTK: Codes, plan: Plan, batch_number: int, num_substituted: int) -> Batch:
+        if self.num_codebooks < self.codec.codebooks:
+            codes_BTK = codes_BTK[..., : self.num_codebooks]
+        batch: Batch = dict(zip(COLUMNS, torch.from_numpy(plan.columns).unbind(), strict=True))
+        # Codes lie frame-major; the view [B, K, T] costs nothing and keeps its strides on the way to the device.
+        batch["codes"] = torch.from_numpy(codes_BTK.transpose(0, 2, 1))
+        batch["batch_number"] = batch_number
+        batch["num_substituted"] = num_substituted
+        return batch
 
     def _read(self, plan: Plan) -> Codes:
         return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)
@@ -216,15 +226,6 @@ def validation_ids(num_clips: int, max_clips: int | None, world: int) -> Int64:
     count = num_clips if max_clips is None else min(max_clips, num_clips)
     count -= count % world
     return np.arange(count, dtype=np.int64) * num_clips // max(count, 1)
-
-
-def _as_batch(codes_BTK: Codes, plan: Plan, batch_number: int, num_substituted: int) -> Batch:
-    # Codes lie frame-major; the view [B, K, T] costs nothing and keeps its strides on the way to the device.
-    batch: Batch = {"codes": torch.from_numpy(codes_BTK.transpose(0, 2, 1))}
-    batch.update(zip(COLUMNS, torch.from_numpy(plan.columns).unbind(), strict=True))
-    batch["batch_number"] = batch_number
-    batch["num_substituted"] = num_substituted
-    return batch
 
 
 def _shard_files(sets: Sequence[ShardSet], indexes: Sequence[ShardIndex], table: ClipTable) -> list[ShardFile]:
