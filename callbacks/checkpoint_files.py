@@ -86,7 +86,12 @@ def forget_missing(callback: ModelCheckpoint) -> None:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every value of every floating-point tensor is finite."""
-    norms = [n for t in tensors if t.is_floating_point() and t.numel() for n in [torch.linalg.vector_norm(t.detach().float())]]
+    norms = [
+        n
+        for t in tensors
+        if t.is_floating_point() and t.numel()
+        for n in [torch.linalg.vector_norm(t.detach().float())]
+    ]
     return bool(torch.stack([n.cpu() for n in norms]).isfinite().all()) if norms else True
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from jsonargparse import set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from callbacks.checkpoint_files import GuardedCheckpoint
 from callbacks.fault_injection import FaultInjection
@@ -21,7 +21,7 @@ from callbacks.hidden_states import HiddenStateWriter
 from callbacks.random_states import RandomStates
 from callbacks.spike_guard import SpikeGuard, TrainingStopped
 from datamodules.codec_tokens import CodecTokens
-from experiments.run_config import RunWandbLogger, SaveRunConfig
+from experiments.run_config import SaveRunConfig
 from lightning_modules.acoustic_mlm import AcousticMLM
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -76,9 +76,10 @@ def report_changes(path: str, model: dict[str, Any]) -> None:
             assert mine is not None
             old, new = theirs[key], mine[key]
             if (list(old) if isinstance(old, tuple) else old) != (list(new) if isinstance(new, tuple) else new):
+                wins = "the optimizer goes on with the checkpoint's" if section == "optimizer" else "the latter is used"
                 rank_zero_warn(
                     f"resuming {path}: model.{section}.{key} is {old} in the checkpoint and {new} in the configuration; "
-                    + ("the optimizer and its schedule go on with the checkpoint's state" if section == "optimizer" else "the configuration is used")
+                    + wins
                 )
 
 
