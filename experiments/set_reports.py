@@ -53,7 +53,8 @@ def _print_info(name: str, index: ShardIndex, statistics: SetStatistics) -> None
     )
     console.print(_totals(statistics))
     console.print(_codebooks(codec.codebook_size, statistics))
-    console.print(f"bigram line from {statistics.bigram_hours:.2f} h", highlight=False)
+    few = " (too low where frames are few against codes squared)"
+    console.print(f"bigram bits from {statistics.bigram_hours:.2f} h{few}", highlight=False)
     for group in statistics.duplicates[:SHOWN_DUPLICATES]:
         console.print(f"same codes: {', '.join(group)}", markup=False, highlight=False, soft_wrap=True)
     if (more := len(statistics.duplicates) - SHOWN_DUPLICATES) > 0:

@@ -20,6 +20,7 @@ from experiments.progress import WorkProgress
 BOOKS_NAME = "books.npz"
 SETTINGS_NAME = "tokenize.json"
 GPU_BATCH = 8
+FEW_FRAMES = 20  # a code
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,9 @@ def _given_books(args: argparse.Namespace) -> ResidualKMeans | None:
 def _fit(args: argparse.Namespace, features: FrameFeatures, files: list[AudioFile]) -> ResidualKMeans:
     with WorkProgress("collecting frames", args.fit_frames, "frames") as bar:
         features_TD = sample_features(files, features, num_frames=args.fit_frames, progress=bar.reach)
+    if len(features_TD) < FEW_FRAMES * args.codebook_size:
+        many = f"{len(features_TD)} frames are few for books of {args.codebook_size} codes"
+        print(f"warning: {many}: use more audio, or a smaller --codebook-size", file=sys.stderr)
     title = f"fitting books on {len(features_TD)} frames"
     with WorkProgress(title, args.num_codebooks, "books") as bar:
         return fit(features_TD, args.num_codebooks, args.codebook_size, seed=args.seed, progress=bar.reach)

@@ -19,14 +19,12 @@ import pytest
 
 from datamodules import cache_folder
 from datamodules.cache_folder import CacheError, locked, make_room, used_bytes
-from datamodules.loader import TokenLoader
 from datamodules.object_fetch import FetchError, FetchPolicy, ObjectStore
 from datamodules.remote import CacheSettings, ShardCache, is_remote, load_remote_index, open_remote
 from datamodules.set_statistics import read_tracks
 from datamodules.shard_reader import ShardReader
 from datamodules.shard_writer import ShardWriter
 from datamodules.shards import Codec, ShardError, load_index
-from datamodules.stream import ShardSet, TokenStream
 
 pytest.importorskip("aiohttp")
 CODEC = Codec("rvq_mel", 24_000, 75.0, 2, 16, {})
@@ -386,12 +384,16 @@ def test_policies_out_of_range():
 
 
 def batches(stream, workers):
+    from datamodules.loader import TokenLoader  # not above: the ranks spawned here need no torch
+
     loader = TokenLoader(stream, num_workers=workers, start_method="fork" if workers else None)
     return [batch["codes"].numpy().tobytes() for batch, _ in zip(loader, range(6), strict=False)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_stream_over_a_cache_is_the_local_stream(serve, shards, tmp_path, workers):
+    from datamodules.stream import ShardSet, TokenStream
+
     index, cache = open_remote(serve().url, settings(tmp_path, ahead=2))
     options = {"num_frames": 64, "global_batch": 8, "seed": 3}
     remote = TokenStream([ShardSet("http://set", index=index, open_shard=cache.open_shard)], **options)
