@@ -144,7 +144,7 @@ class Baseline(Stateful):
             middle = self.noise.median()
             size = self.size()
             self.drift = max(middle, 0.0) * size
-            self.spread = max(upper_spread(self.noise, middle) * size, self.floor, 1e-6 * abs(self.median))
+            self.spread = max(upper_spread(self.noise, middle) * size, self.floor, 1e-6 * abs(self.median), TINY)
 
     def _leave_positive(self) -> None:
         size = self.size()

@@ -176,21 +176,29 @@ class EpisodeTracker:
     def _back(self, episode: Episode) -> int | None:
         """Return the step since which the series is at its baseline again, if it is.
 
-        The median over an eighth of the episode's age must be there, within its own noise or 2 % of the peak.
+        The median over a quarter of the episode's age must be there, within its own noise or 1 % of the peak.
         """
-        rows = min(LONGEST_WINDOW, (1 if episode.kind != "rise" else 12) + self._age // 8)
+        rows = min(LONGEST_WINDOW, (1 if episode.kind != "rise" else 12) + self._age // 4)
         if len(self._recent) < rows:
             return None
         last = self._recent[-rows:]
-        peak = 0.02 * episode.excess if math.isfinite(episode.excess) else 0.0
-        noise = 2.0 * episode.scale / math.sqrt(rows)  # about 1.6 standard errors of a median
+        peak = 0.01 * episode.excess if math.isfinite(episode.excess) else 0.0
+        noise = episode.scale / math.sqrt(rows)
         if median(value for _, value in last) - episode.baseline > max(noise, peak):
             return None
-        back = len(self._recent) - 1
-        first = max(0, back + 1 - 2 * rows)
-        while back > first and self._recent[back - 1][1] - episode.baseline <= max(3.0 * episode.scale, peak):
-            back -= 1
-        return int(self._recent[back][0])
+        return self._since(episode, peak)
+
+    def _since(self, episode: Episode, peak: float) -> int:
+        """Return the earliest recent step from which on the rows, taken together, are at the baseline."""
+        total, since = 0.0, self._recent[-1][0]
+        for count, (step, value) in enumerate(reversed(self._recent), start=1):
+            over = value - episode.baseline
+            if over > max(3.5 * episode.scale, peak):
+                break
+            total += over
+            if total / count <= max(episode.scale / math.sqrt(count), peak):
+                since = step
+        return int(since)
 
     def _extend(self, step: int, verdict: Verdict, value: float) -> None:
         self._quiet = 0
