@@ -28,7 +28,7 @@ demo: setup
 lint: setup-dev
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	PYTHONPATH=. $(VENV)/bin/lint-imports --config setup.cfg
+	PYTHONPATH=. $(VENV)/bin/lint-imports setup.cfg
 
 unit: setup-dev
 	$(PY) -m pytest -n 2 --dist loadfile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -86,7 +86,12 @@ def forget_missing(callback: ModelCheckpoint) -> None:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every value of every floating-point tensor is finite."""
-    norms = [n for t in tensors if t.is_floating_point() and t.numel() for n in [torch.linalg.vector_norm(t.detach().float())]]
+    norms = [
+        n
+        for t in tensors
+        if t.is_floating_point() and t.numel()
+        for n in [torch.linalg.vector_norm(t.detach().float())]
+    ]
     return bool(torch.stack([n.cpu() for n in norms]).isfinite().all()) if norms else True
 
 
@@ -107,6 +112,12 @@ class GuardedCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step as ``last``, also when it is no multiple of the interval."""
+        super().on_train_end(trainer, pl_module)
+        if self.save_last and self._last_global_step_saved != trainer.global_step:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
 def save_atomically(trainer: Trainer, filepath: str | Path, *, weights_only: bool = False) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from callbacks.detector_series import Judgement, SeriesMonitor
+from callbacks.detector_gradient import GradientMonitor
+from callbacks.detector_series import Judgement, LossMonitor
 
 KINDS = ("ok", "outlier", "jump", "rise", "divergence", "shift", "non_finite")
 GRADIENT_KEY = "grad_norm"
@@ -23,7 +24,7 @@ class DetectorConfig:
     Args:
         false_alarms: tolerated false alarms of a loss-like series per 100 000 healthy steps; fewer is stricter.
         false_vetoes: tolerated refused updates (gradient norm alone) per 100 000 healthy steps.
-        min_rise: smallest rise that matters, as a fraction of the progress made so far (start level minus best level).
+        min_rise: smallest rise that matters, as a fraction of the level or of the run's range, whichever is larger.
         warmup: accepted values of a series before it is judged (non-finite values are always judged).
         patience: steps after which a raised but steady level is accepted as the new normal.
 
@@ -33,7 +34,7 @@ class DetectorConfig:
 
     false_alarms: float = 0.3
     false_vetoes: float = 1.0
-    min_rise: float = 0.02
+    min_rise: float = 0.03
     warmup: int = 20
     patience: int = 300
 
@@ -81,14 +82,14 @@ class Detector:
     """Judges each step's values; see `DetectorConfig` for its few parameters.
 
     The first key of `values` is the series that matters most; a key that contains "grad_norm" is judged as a gradient
-    norm (on a log scale, at its own budget) and never asks for action on its own while it is finite: it is what
-    `veto_limit` is made from.
+    norm (on a log scale, at its own budget) and never asks for action on its own: it is what `veto_limit` is made from,
+    so that a bad update is refused before it is made, and what an episode's precursors are.
     """
 
     def __init__(self, config: DetectorConfig | None = None) -> None:
         self.config = config or DetectorConfig()
-        self.monitors: dict[str, SeriesMonitor] = {}
-        self._gradient: SeriesMonitor | None = None
+        self.monitors: dict[str, LossMonitor | GradientMonitor] = {}
+        self._gradient: GradientMonitor | None = None
 
     def update(self, step: int, values: Mapping[str, float]) -> Verdict:
         """Judge one optimizer step.
@@ -98,20 +99,23 @@ class Detector:
             values: value of each series at this step; a series may be missing at some steps.
 
         Returns:
-            The verdict of the series with the gravest finding (on a tie the one that comes first in `values`).
+            The gravest finding: one that asks for action before one that does not, a loss-like series before a gradient
+            norm, then by kind; on a tie the series that comes first in `values`.
 
         Raises:
             ValueError: `values` is empty.
         """
-        worst: Verdict | None = None
+        worst: tuple[bool, bool, int] | None = None
+        gravest: tuple[str, Judgement] | None = None
         for name, value in values.items():
-            monitor = self.monitors.get(name) or self._add(name)
-            verdict = self._verdict(name, monitor, monitor.update(int(step), float(value)))
-            if worst is None or (verdict.act, _RANK[verdict.kind]) > (worst.act, _RANK[worst.kind]):
-                worst = verdict
-        if worst is None:
+            found = (self.monitors.get(name) or self._add(name)).update(int(step), float(value))
+            rank = (found.act, found.kind != "ok" and GRADIENT_KEY not in name, _RANK[found.kind])
+            if worst is None or rank > worst:
+                worst, gravest = rank, (name, found)
+        if gravest is None:
             raise ValueError("values={}: expected at least one series")
-        return worst
+        name, found = gravest
+        return Verdict(found.kind, found.act, found.onset, name, found.score, found.baseline, found.scale, found.excess)
 
     def veto_limit(self) -> float:
         """Return the largest gradient norm that should not be refused now; infinity while there is no baseline."""
@@ -137,15 +141,13 @@ class Detector:
         for name, saved in state["series"].items():
             self._add(name).load_state_dict(saved)
 
-    def _add(self, name: str) -> SeriesMonitor:
-        gradient = GRADIENT_KEY in name
-        monitor = SeriesMonitor(self.config.warmup, self.config.patience, self.config.min_rise, log_scale=gradient)
-        self.monitors[name] = monitor
-        if gradient and self._gradient is None:
-            self._gradient = monitor
-        return monitor
-
-    @staticmethod
-    def _verdict(name: str, monitor: SeriesMonitor, found: Judgement) -> Verdict:
-        act = found.act and (not monitor.log_scale or (found.kind == "non_finite" and monitor.non_finite_run > 1))
-        return Verdict(found.kind, act, found.onset, name, found.score, found.baseline, found.scale, found.excess)
+    def _add(self, name: str) -> LossMonitor | GradientMonitor:
+        config = self.config
+        if GRADIENT_KEY in name:
+            gradient = GradientMonitor(config.warmup, config.false_vetoes / 1e5)
+            self._gradient = self._gradient or gradient
+            self.monitors[name] = gradient
+            return gradient
+        loss = LossMonitor(config.warmup, config.patience, config.min_rise, config.false_alarms / 1e5)
+        self.monitors[name] = loss
+        return loss

@@ -84,8 +84,10 @@ def _load_trackers(trainer: Trainer, saved: dict[str, Any], keep_data_counters: 
     if keep_data_counters:
         return
     # A file written after the hook, at the end of an epoch say, is further by what follows the hook.
+    batches: Any
     for batches in (epoch.batch_progress.current, epoch.batch_progress.total):
         batches.completed = batches.processed - 1
+    epochs: Any
     for epochs in (fit.epoch_progress.current, fit.epoch_progress.total):
         epochs.processed = epochs.started - 1
         epochs.completed = min(epochs.completed, epochs.processed)

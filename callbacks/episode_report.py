@@ -107,8 +107,14 @@ class EpisodeFolder:
             "rollback": rollback,
             "step_seconds": sorted(r.step_seconds for r in history)[len(history) // 2] if history else 0.0,
             "series": [
-                {"attempt": r.attempt, "step": r.step, "value": r.value, "rank_values": r.rank_values,
-                 "gradient_norm": r.gradient_norm, "vetoed": r.vetoed}
+                {
+                    "attempt": r.attempt,
+                    "step": r.step,
+                    "value": r.value,
+                    "rank_values": r.rank_values,
+                    "gradient_norm": r.gradient_norm,
+                    "vetoed": r.vetoed,
+                }
                 for r in history
             ],
             "gradient_norms": {"groups": names, "attempts": steps, "norms": norms},

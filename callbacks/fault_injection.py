@@ -39,14 +39,23 @@ class FaultInjection(Callback):
     """
 
     def __init__(
-        self, at_batch: int = -1, num_batches: int = 1, kind: Kind = "learning_rate", factor: float = 100.0, rank: int | None = None
+        self,
+        at_batch: int = -1,
+        num_batches: int = 1,
+        kind: Kind = "learning_rate",
+        factor: float = 100.0,
+        rank: int | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"fault_injection.kind={kind!r}: choose from {', '.join(KINDS)}")
         if num_batches < 1 or not math.isfinite(factor):
-            raise ValueError(f"fault_injection: num_batches={num_batches} must be at least 1 and factor={factor} finite")
+            raise ValueError(
+                f"fault_injection: num_batches={num_batches} must be at least 1 and factor={factor} finite"
+            )
         if kind == "learning_rate" and rank is not None:
-            raise ValueError(f"fault_injection.rank={rank}: a learning-rate fault on one rank would tear the weights apart")
+            raise ValueError(
+                f"fault_injection.rank={rank}: a learning-rate fault on one rank would tear the weights apart"
+            )
         self.at_batch, self.num_batches, self.kind, self.factor, self.rank = at_batch, num_batches, kind, factor, rank
         self._hit = False
 

@@ -56,7 +56,9 @@ class GroupedNorms:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Return ``[1 + G]`` norms in fp32: total first, then one per name in ``names``. No host sync."""
-        pairs = [(local(p.grad), i) for p, i in zip(self.parameters, self._group_index, strict=True) if p.grad is not None]
+        pairs = [
+            (local(p.grad), i) for p, i in zip(self.parameters, self._group_index, strict=True) if p.grad is not None
+        ]
         if not pairs:
             return torch.zeros(1 + len(self.names))
         device = pairs[0][0].device
@@ -102,7 +104,7 @@ class GradientNorms(Callback):
         if self.norms is None:  # here, not earlier: sharding strategies replace parameters after `on_fit_start`
             self.norms = GroupedNorms(pl_module.named_parameters())
         values = self.norms()
-        pl_module.gradient_norm_total = values[0]  # type: ignore[assignment]
+        pl_module.gradient_norm_total = values[0]
         self.history.append((trainer.fit_loop.epoch_loop._batches_that_stepped, values[1:]))
         if trainer.fit_loop.epoch_loop._batches_that_stepped % self.every_n_steps == 0:
             self._log(trainer, pl_module, values)

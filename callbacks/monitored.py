@@ -38,7 +38,9 @@ def monitored(name: str, outputs: Any, trainer: Trainer) -> tuple[Tensor, Tensor
         value = logged[name]
     if value is None:
         there = sorted({*returned.get("sums", {}), *(k for k in returned if k not in ("sums",)), *logged})
-        raise ValueError(f"spike_guard.monitor={name!r}: the step neither returned nor logged it. There is: {', '.join(there)}")
+        raise ValueError(
+            f"spike_guard.monitor={name!r}: the step neither returned nor logged it. There is: {', '.join(there)}"
+        )
     value = torch.as_tensor(value).detach().float().mean()
     return value, torch.ones_like(value)
 
@@ -62,6 +64,8 @@ def step_record(batch: Any, batch_idx: int, outputs: Any) -> StepRecord:
     """Keep what identifies a batch and what the step said of it. Reads nothing from the device."""
     fields: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     returned: Mapping[str, Any] = outputs if isinstance(outputs, Mapping) else {}
-    details = {k: v.detach() for k, v in returned.items() if k in ("sample_bits", "codebook_bits") and isinstance(v, Tensor)}
+    details = {
+        k: v.detach() for k, v in returned.items() if k in ("sample_bits", "codebook_bits") and isinstance(v, Tensor)
+    }
     number = fields.get("batch_number", batch_idx)
     return StepRecord(int(number), {k: fields[k] for k in IDENTITY if isinstance(fields.get(k), Tensor)}, details)

@@ -104,12 +104,16 @@ class Rollback:
             ValueError: for replay without a position-addressed loader, or a fused optimizer under a gradient scaler.
         """
         if self.after.data == "replay" and stream is None:
-            raise ValueError("spike_guard.after.data=replay: the training loader cannot be put to a position "
-                             "(it has no state_dict with batch_number and skip); choose advance")
+            raise ValueError(
+                "spike_guard.after.data=replay: the training loader cannot be put to a position "
+                "(it has no state_dict with batch_number and skip); choose advance"
+            )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and self.guard.action != "log" and any(is_fused(o) for o in trainer.optimizers):
-            raise ValueError("precision=16-mixed with a fused optimizer: its gradients are still scaled when they are "
-                             "judged; set the optimizer's fused to false, or use bf16-mixed")
+            raise ValueError(
+                "precision=16-mixed with a fused optimizer: its gradients are still scaled when they are "
+                "judged; set the optimizer's fused to false, or use bf16-mixed"
+            )
         if self.clip_scale != 1.0 and trainer.gradient_clip_val:
             trainer.gradient_clip_val = float(trainer.gradient_clip_val) * self.clip_scale
 
@@ -124,10 +128,16 @@ class Rollback:
     def choose(self, trainer: Trainer, before: int) -> Target | None:
         """Return the newest trusted state taken before attempted step ``before``, in memory or on disk.
 
-        A retry at the same place goes back beyond the target of the try before.
+        A retry at the same place goes back beyond the target of the try before, where there is anything older;
+        otherwise the same state is tried again with a wider stretch of data passed by.
         """
         if self.guard.retries.count > 1 and self.last_target >= 0:
-            before = min(before, self.last_target)
+            older = self._newest(trainer, min(before, self.last_target))
+            if older is not None:
+                return older
+        return self._newest(trainer, before)
+
+    def _newest(self, trainer: Trainer, before: int) -> Target | None:
         in_memory = self.guard.ring.newest_good(before)
         files: list[tuple[int, Path]] = []
         if trainer.is_global_zero:
@@ -251,14 +261,16 @@ class Rollback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: the ranges passed by and the deviations in force."""
-        return {"skipped": copy.deepcopy(self.skipped), "lr_scale": self.lr_scale, "clip_scale": self.clip_scale,
-                "rewarm_from": self.rewarm_from, "last_target": self.last_target}
+        return {
+            "skipped": copy.deepcopy(self.skipped),
+            "lr_scale": self.lr_scale,
+            "clip_scale": self.clip_scale,
+            "rewarm_from": self.rewarm_from,
+            "last_target": self.last_target,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.skipped = copy.deepcopy(state["skipped"])
         self.lr_scale, self.clip_scale = float(state["lr_scale"]), float(state["clip_scale"])
         self.rewarm_from, self.last_target = int(state["rewarm_from"]), int(state["last_target"])
-
-
-

@@ -65,7 +65,9 @@ class SnapshotRing:
 
     def __init__(self, slots: int = 3, *, pin: bool = False) -> None:
         if slots < 2:
-            raise ValueError(f"ring_slots={slots}: a ring needs at least 2 snapshots, since the newest has not earned trust")
+            raise ValueError(
+                f"ring_slots={slots}: a ring needs at least 2 snapshots, since the newest has not earned trust"
+            )
         self.slots = slots
         self.pin = pin
         self.snapshots: list[Snapshot] = []  # oldest first
@@ -111,7 +113,7 @@ class SnapshotRing:
             copy_tensors(buffers, sources)
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(next(iter(devices)))
+            self._stream = torch.cuda.Stream(next(iter(devices)))  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy_tensors(buffers, sources, non_blocking=True)

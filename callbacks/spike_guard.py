@@ -13,7 +13,6 @@ from collections import deque
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -25,7 +24,6 @@ from callbacks.detector import Detector, DetectorConfig, Verdict
 from callbacks.episode_report import EpisodeFolder
 from callbacks.episodes import EpisodeTracker
 from callbacks.gradient_norms import GradientNorms, GroupedNorms
-from callbacks.learning_rate import scale_next_step
 from callbacks.monitored import monitored, step_record
 from callbacks.policy import Action, Retries, check_action, decide
 from callbacks.rollback import AfterRollback, Rollback
@@ -81,8 +79,12 @@ class SpikeGuard(Callback):
         dirpath: str | None = None,
     ) -> None:
         self.action = check_action(action)
-        for name, value, low in (("snapshot_every", snapshot_every, 0), ("healthy_steps", healthy_steps, 1),
-                                 ("onset_margin", onset_margin, 1), ("max_retries", max_retries, 0)):
+        for name, value, low in (
+            ("snapshot_every", snapshot_every, 0),
+            ("healthy_steps", healthy_steps, 1),
+            ("onset_margin", onset_margin, 1),
+            ("max_retries", max_retries, 0),
+        ):
             if value < low:
                 raise ValueError(f"spike_guard.{name}={value}: must be at least {low}")
         if not 0 < snapshot_budget < 1:
@@ -122,8 +124,10 @@ class SpikeGuard(Callback):
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
-            raise ValueError("SpikeGuard needs automatic optimization: with automatic_optimization=False it cannot know "
-                             "when an optimizer step is taken. Remove the callback or set automatic_optimization=True")
+            raise ValueError(
+                "SpikeGuard needs automatic optimization: with automatic_optimization=False it cannot know "
+                "when an optimizer step is taken. Remove the callback or set automatic_optimization=True"
+            )
         on_device = trainer.strategy.root_device.type != "cpu"
         self.sums = StepSums(lag=int(on_device) if self.lag == -1 else self.lag)
         self.run_id = trainer.strategy.broadcast(self.run_id)
@@ -260,21 +264,33 @@ class SpikeGuard(Callback):
         self.rollback.settle_checkpoints(trainer, target)
         self.last_trouble = self.attempt
         self.next_snapshot = trainer.global_step + 1
-        self._log(trainer, {"guard/rollbacks": self.counts["rollbacks"], "guard/steps_lost": self.counts["steps_lost"],
-                            "guard/rolled_back_to": trainer.global_step})
-        rank_zero_info(f"{self._describe(verdict)}: rolled back from step {lost_from} to {trainer.global_step} in "
-                       f"{record['seconds']:.2f} s; rollback {self.counts['rollbacks']}")
+        self._log(
+            trainer,
+            {
+                "guard/rollbacks": self.counts["rollbacks"],
+                "guard/steps_lost": self.counts["steps_lost"],
+                "guard/rolled_back_to": trainer.global_step,
+            },
+        )
+        rank_zero_info(
+            f"{self._describe(verdict)}: rolled back from step {lost_from} to {trainer.global_step} in "
+            f"{record['seconds']:.2f} s; rollback {self.counts['rollbacks']}"
+        )
         return True
 
     def _give_up(self, trainer: Trainer, verdict: Verdict, why: str) -> None:
         path = self.rollback.save_last_good(trainer, verdict)
         self._episode(trainer, verdict, "stop", None)
-        raise TrainingStopped(f"{self._describe(verdict)}: {why} (max_retries={self.retries.max_retries}). "
-                              f"The last good state is {path or 'not on disk: no trusted state existed'}")
+        raise TrainingStopped(
+            f"{self._describe(verdict)}: {why} (max_retries={self.retries.max_retries}). "
+            f"The last good state is {path or 'not on disk: no trusted state existed'}"
+        )
 
     def _describe(self, v: Verdict) -> str:
-        return (f"{v.kind} in {v.series} at step {v.onset}: {v.excess:+.3g} above its level of {v.baseline:.4g} "
-                f"({v.score:.0f} times the noise)")
+        return (
+            f"{v.kind} in {v.series} at step {v.onset}: {v.excess:+.3g} above its level of {v.baseline:.4g} "
+            f"({v.score:.0f} times the noise)"
+        )
 
     # ---- records -----------------------------------------------------------------------------------------------
 
@@ -301,8 +317,13 @@ class SpikeGuard(Callback):
     def guard_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the guard: plain values that load under weights-only loading."""
         return self._detection_state() | {
-            "run_id": self.run_id, "attempt": self.attempt, "last_trouble": self.last_trouble, "period": self.period,
-            "counts": dict(self.counts), "retries": self.retries.state_dict(), "rollback": self.rollback.state_dict(),
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "last_trouble": self.last_trouble,
+            "period": self.period,
+            "counts": dict(self.counts),
+            "retries": self.retries.state_dict(),
+            "rollback": self.rollback.state_dict(),
             "monitor": self.monitor,
         }
 
@@ -322,7 +343,10 @@ class SpikeGuard(Callback):
         if state["monitor"] == self.monitor:
             self.load_detection_state(state)
         else:
-            rank_zero_warn(f"spike_guard.monitor={self.monitor}: the checkpoint watched {state['monitor']}; the detector starts anew")
+            rank_zero_warn(
+                f"spike_guard.monitor={self.monitor}: the checkpoint watched {state['monitor']}; "
+                "the detector starts anew"
+            )
         self.run_id, self.attempt = state["run_id"], state["attempt"]
         self.last_trouble, self.period = state["last_trouble"], self.snapshot_every or state["period"]
         self.counts = dict(state["counts"])
@@ -331,16 +355,4 @@ class SpikeGuard(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close an episode that is still open, so that its report does not get lost."""
-        self.tracker.close(self.attempt)
-
-
-def agreed(flag: bool) -> bool:
-    """Return whether any rank raised ``flag``; for rare decisions that start from one rank's files."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return flag
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return any(flags)
-
-
-__all__ = ["SpikeGuard", "TrainingStopped", "agreed", "scale_next_step"]
+        self.tracker.close()

@@ -95,7 +95,7 @@ class StepSums:
             return packed, None
         host = torch.empty(packed.shape, pin_memory=True)
         host.copy_(packed, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return host, event
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 def find_stream(trainer: Trainer) -> Any | None:
     """Return the training loader if it is position-addressed, else None."""
-    loader = trainer.train_dataloader
+    loader: Any = trainer.train_dataloader
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return None
     state = loader.state_dict()

@@ -66,10 +66,16 @@ def live_tensors(trainer: Trainer, me: Callback) -> dict[str, Tensor]:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every random generator of this process, as plain values and tensors."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [str(name), torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)],
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.array(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
         "python": random.getstate(),
     }
     if torch.cuda.is_available():
@@ -115,7 +121,8 @@ def plain_state(trainer: Trainer, me: Callback, stream: Any | None) -> dict[str,
     """Return everything of the run that is not in `live_tensors`, copied."""
     return {
         "optimizer": [
-            [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers
+            [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in o.param_groups]
+            for o in trainer.optimizers
         ],
         "scheduler": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         "scaler": copy.deepcopy(trainer.precision_plugin.state_dict()),

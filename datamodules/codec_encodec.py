@@ -182,8 +182,8 @@ def check_hub(hub_id: str) -> None:
             reason = f"{endpoint} answers {error.code}: no such model, or not public"
             raise ValueError(f"weights={hub_id!r}: {reason}") from None
     except OSError as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        where = f"not in the local cache, and {endpoint} cannot be reached ({reason})"
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        where = f"not in the local cache, and {endpoint} cannot be reached ({why})"
         raise ValueError(f"weights={hub_id!r}: {where}; {hint}") from None
 
 

@@ -69,7 +69,9 @@ def read_fairseq(folder: Path, codec: Codec, axes: str = "auto") -> Iterator[Imp
 def _fairseq_split(folder: Path, split: str, codec: Codec) -> Iterator[Imported]:
     paths = [folder / f"{split}.codec_{k}" for k in range(codec.codebooks)]
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise ValueError(f"{folder}: {', '.join(missing)} missing: codec {codec.name!r} has {codec.codebooks} codebooks")
+        raise ValueError(
+            f"{folder}: {', '.join(missing)} missing: codec {codec.name!r} has {codec.codebooks} codebooks"
+        )
     extra = folder / f"{split}.codec_{codec.codebooks}"
     if extra.exists():
         raise ValueError(f"{extra}: a codebook more than the {codec.codebooks} of codec {codec.name!r}")

@@ -64,8 +64,8 @@ def read_tracks(reader: ShardReader) -> Iterator[tuple[Track, str, npt.NDArray[n
     for number, shard in enumerate(reader.shards):
         first = 0
         for track in shard.tracks:
-            place = (np.array([value], np.int64) for value in (number, first, track.frames))
-            yield track, shard.split, reader.read(*place, track.frames)[0].T
+            shard_B, frame_B, length_B = (np.array([value], np.int64) for value in (number, first, track.frames))
+            yield track, shard.split, reader.read(shard_B, frame_B, length_B, track.frames)[0].T
             first += track.frames
 
 
@@ -86,8 +86,8 @@ def set_statistics(
     Args:
         root: its folder.
         index: its index.
-        sample_hours: the bigram entropy is taken from about so many hours, tracks spread evenly over the set (all pairs of
-            a large set would not fit in memory).
+        sample_hours: the bigram entropy is taken from about so many hours, tracks spread evenly over the set (all
+            pairs of a large set would not fit in memory).
         progress: called with the frames of each track.
 
     Raises:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.checkpoint_files import GuardedCheckpoint
 from callbacks.fault_injection import FaultInjection
@@ -21,7 +22,7 @@ from callbacks.hidden_states import HiddenStateWriter
 from callbacks.random_states import RandomStates
 from callbacks.spike_guard import SpikeGuard, TrainingStopped
 from datamodules.codec_tokens import CodecTokens
-from experiments.run_config import RunWandbLogger, SaveRunConfig
+from experiments.run_config import SaveRunConfig
 from lightning_modules.acoustic_mlm import AcousticMLM
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -30,6 +31,18 @@ USER_ERRORS = (ValueError, FileNotFoundError, MisconfigurationException, Trainin
 
 # Late, relative interpolation: with the plain mode a value overridden on the command line leaves stale copies behind.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong in one line, below a short usage; ``JSONARGPARSE_DEBUG=true`` gives a stack trace instead."""
+
+    def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
+        """Print one line and exit with status 2."""
+        if os.environ.get("JSONARGPARSE_DEBUG"):
+            super().error(message, *args, **kwargs)
+        print(f"usage: {self.usage}" if self.usage else "", file=sys.stderr)
+        print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 class ExperimentCLI(LightningCLI):
@@ -76,9 +89,10 @@ def report_changes(path: str, model: dict[str, Any]) -> None:
             assert mine is not None
             old, new = theirs[key], mine[key]
             if (list(old) if isinstance(old, tuple) else old) != (list(new) if isinstance(new, tuple) else new):
+                wins = "the optimizer goes on with the checkpoint's" if section == "optimizer" else "the latter is used"
                 rank_zero_warn(
-                    f"resuming {path}: model.{section}.{key} is {old} in the checkpoint and {new} in the configuration; "
-                    + ("the optimizer and its schedule go on with the checkpoint's state" if section == "optimizer" else "the configuration is used")
+                    f"resuming {path}: model.{section}.{key} is {old} in the checkpoint, {new} in the configuration; "
+                    + wins
                 )
 
 
@@ -101,6 +115,7 @@ def run(args: list[str]) -> ExperimentCLI:
     return ExperimentCLI(
         AcousticMLM,
         CodecTokens,
+        parser_class=OneLineParser,
         auto_configure_optimizers=False,
         seed_everything_default=0,
         save_config_callback=SaveRunConfig,
@@ -113,11 +128,13 @@ def run(args: list[str]) -> ExperimentCLI:
 def main(args: list[str]) -> int:
     """Run one verb; a mistake of the user's, or a run given up, is one line on stderr and a non-zero status."""
     try:
-        cli = run(args)
+        run(args)
+    except SIGTERMException:  # a preempted job: the checkpoint is written, and the scheduler must see what happened
+        return 143
     except USER_ERRORS as error:
         if os.environ.get("BALLAST_DEBUG"):
             raise
         first = str(error).strip().splitlines()
         print(f"error: {first[0] if first else type(error).__name__}", file=sys.stderr)
         return 1
-    return 143 if cli.trainer.received_sigterm else 0
+    return 0

@@ -28,13 +28,19 @@ CONFIGS = Path(__file__).parent / "configs"
 RUNS: dict[str, tuple[str, list[str], list[str]]] = {
     "prenorm_clip10": ("Pre-Norm, clip 10", ["prenorm_clip10"], []),
     "prenorm_clip1": ("Pre-Norm, clip 1", ["prenorm_clip1"], []),
-    "attn_relax_clip1": ("Pre-Norm, attention relaxation, clip 1", ["attn_relax_clip1"], []),
+    "attn_relax_clip1": ("Pre-Norm, attn. relax, clip 1", ["attn_relax_clip1"], []),
     "deepnorm_clip1": ("DeepNorm, clip 1", ["deepnorm_clip1"], []),
-    "deepnorm_fault_log": ("DeepNorm, fault, guard only logs", ["deepnorm_clip1", "demo_fault"], ["--spike_guard.action", "log"]),
+    "deepnorm_fault_log": (
+        "DeepNorm, fault, guard only logs",
+        ["deepnorm_clip1", "demo_fault"],
+        ["--spike_guard.action", "log"],
+    ),
     "deepnorm_fault_rollback": ("DeepNorm, fault, guard rolls back", ["deepnorm_clip1", "demo_fault"], []),
 }
-QUEUES = (("prenorm_clip10", "attn_relax_clip1", "deepnorm_fault_log"),
-          ("deepnorm_clip1", "prenorm_clip1", "deepnorm_fault_rollback"))
+QUEUES = (
+    ("prenorm_clip10", "attn_relax_clip1", "deepnorm_fault_log"),
+    ("deepnorm_clip1", "prenorm_clip1", "deepnorm_fault_rollback"),
+)
 
 
 def command(name: str, root: Path, steps: int) -> list[str]:
@@ -45,12 +51,31 @@ def command(name: str, root: Path, steps: int) -> list[str]:
     if "demo_fault" in configs:
         scaled += ["--fault_injection.at_batch", str(steps // 5)]
     folder = root / name
-    return ["fit", *files, "--run_name", name, "--trainer.default_root_dir", str(folder),
-            "--checkpoint.dirpath", str(folder / "checkpoints"), "--trainer.logger",
-            json.dumps([{"class_path": "lightning.pytorch.loggers.CSVLogger",
-                         "init_args": {"save_dir": str(folder), "name": "csv", "flush_logs_every_n_steps": 20}},
-                        {"class_path": "experiments.run_config.RunWandbLogger",
-                         "init_args": {"name": name, "save_dir": str(folder)}}]), *scaled, *options]
+    return [
+        "fit",
+        *files,
+        "--run_name",
+        name,
+        "--trainer.default_root_dir",
+        str(folder),
+        "--checkpoint.dirpath",
+        str(folder / "checkpoints"),
+        "--trainer.logger",
+        json.dumps(
+            [
+                {
+                    "class_path": "lightning.pytorch.loggers.CSVLogger",
+                    "init_args": {"save_dir": str(folder), "name": "csv", "flush_logs_every_n_steps": 20},
+                },
+                {
+                    "class_path": "experiments.run_config.RunWandbLogger",
+                    "init_args": {"name": name, "save_dir": str(folder)},
+                },
+            ]
+        ),
+        *scaled,
+        *options,
+    ]
 
 
 def worker(names: list[str], root: Path, steps: int) -> int:
@@ -73,15 +98,25 @@ def logged_steps(folder: Path) -> int:
 
 def train_all(root: Path, steps: int, console: Console) -> int:
     """Start one process per queue and show their progress until they end."""
-    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
     root.mkdir(parents=True, exist_ok=True)
     jobs = []
     for number, queue in enumerate(QUEUES):
         log = open(root / f"worker_{number}.log", "w")  # noqa: SIM115  closed when the process ends
         argv = [sys.executable, "-m", "experiments.demo", "--out", str(root), "--steps", str(steps), "--worker", *queue]
         jobs.append((subprocess.Popen(argv, env=environment, stdout=log, stderr=subprocess.STDOUT), log))
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-               TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     try:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("training", total=steps * len(RUNS))
@@ -127,8 +162,11 @@ def report(root: Path, console: Console) -> None:
     clean = [(RUNS[n][0], runs[n]) for n in list(RUNS)[:4]]
     drill = [(RUNS[n][0], runs[n]) for n in list(RUNS)[3:]]
     picture = root / "figure.png"
-    draw({"Four configurations, same seed and data": clean, "One fault: logged only, and rolled back": drill},
-         {"unigram": lines["unigram"]} if lines else {}, picture)
+    draw(
+        {"Four configurations, same seed and data": clean, "One fault: logged only, and rolled back": drill},
+        {"unigram": lines["unigram"]} if lines else {},
+        picture,
+    )
     write_curves([*clean, *drill[1:]], root / "figure.csv")
     rows = table_rows(runs)
     with open(root / "table.csv", "w", newline="", encoding="utf-8") as file:
@@ -136,6 +174,7 @@ def report(root: Path, console: Console) -> None:
         writer.writeheader()
         writer.writerows(rows)
     table = Table("run", "final bits", "spikes", "rollbacks", "steps lost", "seconds lost")
+    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*(str(v) for v in row.values()))
     console.print(table)

@@ -13,6 +13,7 @@ from typing import Any
 from experiments.run_records import RunRecord, read_run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")  # Okabe and Ito
+STYLES = ("-", "-", (0, (4, 2)), "-", "-", (0, (4, 2)), "-")  # curves that coincide stay visible
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -26,30 +27,60 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 def draw_panel(axes: Any, runs: Sequence[tuple[str, RunRecord]], lines: Mapping[str, float], window: int) -> None:
     """Draw runs into one axes: raw values faint, means bold, fault and rollbacks marked, reference lines dashed."""
-    for colour, (label, run) in zip(COLOURS * 9, runs, strict=False):
+    for colour, style, (label, run) in zip(COLOURS * 9, STYLES * 9, runs, strict=False):
         mean = smoothed(run.bits, window)
-        axes.plot(run.steps, run.bits, color=colour, alpha=0.22, linewidth=0.7)
-        axes.plot(run.steps, mean, color=colour, linewidth=1.8, label=f"{label}: {run.final_bits():.2f}")
-        for attempt, left, to, _ in run.rollbacks:
+        axes.plot(run.steps, run.bits, color=colour, alpha=0.2, linewidth=0.6)
+        axes.plot(
+            run.steps, mean, color=colour, linestyle=style, linewidth=1.8, label=f"{label}: {run.final_bits():.2f}"
+        )
+        for number, (attempt, left, to, _) in enumerate(run.rollbacks):
             at = min(range(len(run.steps)), key=lambda i: abs(run.steps[i] - attempt))
-            axes.plot([attempt], [run.bits[at]], marker="v", color=colour, markersize=9, markeredgecolor="black", zorder=5)
-            axes.annotate(f"rolled back\n{left} → {to}", (attempt, run.bits[at]), textcoords="offset points",
-                          xytext=(10, 4), fontsize=8, color="black")
+            axes.plot(
+                [attempt], [run.bits[at]], marker="v", color=colour, markersize=9, markeredgecolor="black", zorder=5
+            )
+            if number < 6:  # more would hide the curves
+                axes.annotate(
+                    f"rolled back\nstep {left} to {to}",
+                    (attempt, run.bits[at]),
+                    textcoords="offset points",
+                    xytext=(12, 10),
+                    fontsize=8,
+                    color="black",
+                    bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
+                )
     faults = {run.fault for _, run in runs if run.fault}
     for first, last in faults:
         axes.axvspan(first, last + 1, color="#D55E00", alpha=0.18, linewidth=0)
-        axes.annotate("fault injected\n(a drill, declared\nin the config)", (first, 1.0), xycoords=("data", "axes fraction"),
-                      xytext=(6, -6), textcoords="offset points", va="top", fontsize=8, color="#A33C00")
+        axes.annotate(
+            "fault injected\n(a drill, declared\nin the config)",
+            (first, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-6, -6),
+            textcoords="offset points",
+            va="top",
+            ha="right",
+            fontsize=8,
+            color="#A33C00",
+        )
     for name, value in lines.items():
         axes.axhline(value, color="0.45", linestyle="--", linewidth=0.9)
-        axes.annotate(f"{name} {value:.2f}", (1.0, value), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize=8, color="0.35")
+        axes.annotate(
+            f"{name} {value:.2f}",
+            (1.0, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="0.35",
+        )
     axes.set_xlabel("optimizer step (attempted)")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="lower left", title="bits at the end", title_fontsize=8)
 
 
-def draw(panels: Mapping[str, Sequence[tuple[str, RunRecord]]], lines: Mapping[str, float], out: Path, window: int = 8) -> None:
+def draw(
+    panels: Mapping[str, Sequence[tuple[str, RunRecord]]], lines: Mapping[str, float], out: Path, window: int = 30
+) -> None:
     """Draw one panel per title and write the picture whole or not at all."""
     import matplotlib
 
@@ -99,8 +130,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments figure", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/prenorm_clip1")
     parser.add_argument("--out", default="figure.png", help="the picture; a CSV of the curves is written beside it")
-    parser.add_argument("--label", action="append", default=[], help="a name per run, in order; default: the run's name")
-    parser.add_argument("--smooth", type=int, default=8, help="logged rows in the trailing mean (default 8)")
+    parser.add_argument(
+        "--label", action="append", default=[], help="a name per run, in order; default: the run's name"
+    )
+    parser.add_argument("--smooth", type=int, default=30, help="logged rows in the trailing mean (default 30)")
     parser.add_argument("--no-lines", action="store_true", help="do not draw the unigram and bigram lines")
     args = parser.parse_args(argv)
     if args.label and len(args.label) != len(args.runs):

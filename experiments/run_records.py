@@ -40,7 +40,7 @@ class RunRecord:
     episodes: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def final_bits(self, rows: int = 10) -> float:
+    def final_bits(self, rows: int = 50) -> float:
         """Mean of the last ``rows`` logged steps; NaN for an empty run."""
         tail = self.bits[-rows:]
         return sum(tail) / len(tail) if tail else math.nan

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -21,7 +21,7 @@ from experiments.readers.columns import ColumnRequest
 from experiments.readers.formats import Source
 from experiments.readers.table import LogError, NotALogError
 from experiments.scan_detect import ScanResult, detect, run_record
-from experiments.scan_report import episode_table, summary, write_json
+from experiments.scan_report import episode_table, one_line, summary, write_json
 
 PICTURES = (".png", ".pdf", ".svg", "")
 PLAIN_WIDTH = 160  # of the table where the output is no terminal
@@ -50,11 +50,15 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--plot", metavar="OUT", type=Path, help="draw each run with its episodes to this PNG")
     out.add_argument("--all", action="store_true", help="list every episode (default: at most 10 a run)")
     group = out.add_argument_group("detector", "what counts as an alarm; the defaults serve every run")
-    for option in dataclasses.fields(DetectorConfig):
+    for option in _detector_options():
         flag, kind = f"--{option.name.replace('_', '-')}", type(option.default)
         text = f"{DETECTOR_HELP.get(option.name, option.name)} (default {option.default})"
         group.add_argument(flag, type=kind, default=option.default, metavar="X", help=text)
     return out
+
+
+def _detector_options() -> list[dataclasses.Field[Any]]:
+    return [option for option in dataclasses.fields(DetectorConfig) if type(option.default) in (int, float)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,8 +86,7 @@ def _scan(args: argparse.Namespace) -> int:
         print(f"error: {one_line(message)}", file=sys.stderr)
 
     try:
-        options = [field.name for field in dataclasses.fields(DetectorConfig)]
-        config = DetectorConfig(**{name: getattr(args, name) for name in options})
+        config = DetectorConfig(**{option.name: getattr(args, option.name) for option in _detector_options()})
         _check_output(args.json)
         _check_output(args.plot, PICTURES)
     except ValueError as error:
@@ -98,11 +101,6 @@ def _scan(args: argparse.Namespace) -> int:
             print(f"error: no training logs found in {places} ({len(sources)} files looked at)", file=sys.stderr)
         return 1 if errors else 2
     return _report(args, results, on_error) or int(bool(errors))
-
-
-def one_line(message: str) -> str:
-    """Keep an error message on one line, whatever a file's name or content put into it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 def _check_output(path: Path | None, suffixes: Sequence[str] = ()) -> None:

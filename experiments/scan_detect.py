@@ -10,6 +10,7 @@ from typing import Any
 from callbacks.detector import Detector, DetectorConfig
 from callbacks.episodes import Episode, EpisodeTracker
 from experiments.readers.series import Series
+from experiments.readers.table import LogError
 
 LOSS, GRAD = "loss", "grad_norm"  # the detector's names of the two series
 TICK_EVERY = 2000
@@ -48,12 +49,18 @@ def detect(series: Series, config: DetectorConfig, tick: Callable[[int], None] =
         series: A run.
         config: The detector's parameters.
         tick: Progress, in values judged.
+
+    Raises:
+        LogError: The detector cannot compute with a value.
     """
     detector, tracker, result = Detector(config), EpisodeTracker(), ScanResult(series)
     baseline = scale = math.nan
     for i, (row, loss, grad) in enumerate(zip(series.rows, series.loss, series.grad_norm, strict=True)):
         values = {LOSS: loss} if grad is None else {LOSS: loss, GRAD: grad}
-        verdict = detector.update(row, values)
+        try:
+            verdict = detector.update(row, values)
+        except ArithmeticError as error:  # one odd run must not take the others' results with it
+            raise LogError(series.path, f"the detector fails on {values} ({error})", row) from error
         if verdict.act:
             result.alarms.append(row)
         closed = tracker.update(row, verdict, values)
@@ -92,17 +99,18 @@ def episode_record(result: ScanResult, episode: Episode) -> dict[str, Any]:
         excess=episode.excess,
         peak=episode.peak,
         baseline=episode.baseline,
-        series=_column(result.series, episode.series),
+        series=column_name(result, episode.series),
         precursors={
-            _column(result.series, name): {"row": row, "step": result.step_at(row)}
+            column_name(result, name): {"row": row, "step": result.step_at(row)}
             for name, row in episode.precursors.items()
         },
     )
     return record
 
 
-def _column(series: Series, name: str) -> str:
-    return (series.grad_column or name) if name == GRAD else series.column
+def column_name(result: ScanResult, name: str) -> str:
+    """Return the log's name for one of the detector's series."""
+    return (result.series.grad_column or name) if name == GRAD else result.series.column
 
 
 def run_record(result: ScanResult) -> dict[str, Any]:

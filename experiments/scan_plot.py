@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from callbacks.episodes import Episode
 from experiments.scan_detect import ScanResult
-from experiments.scan_report import write_atomically
+from experiments.scan_report import one_line, write_atomically
 
 Floats = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ def _page(results: Sequence[ScanResult]) -> Figure:
     width, height = PANEL_INCHES[0] * across * scale, PANEL_INCHES[1] * down * scale
     figure = Figure(figsize=(width, height + 0.5), dpi=DPI, layout="constrained")
     panels = figure.subfigures(down, across, squeeze=False).ravel()
-    names = short_names([str(result.series.path) for result in results])
+    names = short_names([one_line(str(result.series.path)) for result in results])
     for panel, result, name in zip(panels, results, names, strict=False):
         _run_panel(panel, result, name)
     figure.legend(handles=list(_legend(results)), loc="outside lower center", ncols=9, fontsize=8, frameon=False)

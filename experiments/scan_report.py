@@ -9,17 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from callbacks.episodes import Episode
-from experiments.scan_detect import ScanResult, log_interval
+from experiments.scan_detect import ScanResult, column_name, log_interval
 
 MAX_EPISODES = 10  # shown per run unless all are asked for
 KIND_STYLES = {
     "outlier": "dim", "shift": "cyan", "jump": "yellow", "rise": "magenta", "divergence": "red",
     "non_finite": "bold red",
 }  # fmt: skip
+
+
+def one_line(message: str) -> str:
+    """Keep an error message on one line, whatever a file's name or content put into it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 def number(value: float | None) -> str:
@@ -40,13 +46,15 @@ def episode_table(results: Sequence[ScanResult], show_all: bool) -> Table:
     for name in ("onset", "peak", "recovered", "peak value", "baseline", "severity"):
         table.add_column(name, justify="right")
     table.add_column("acts")
+    if any(episode.precursors for result in results for episode in result.episodes):
+        table.add_column("seen in")
     for result in results:
         _add_run(table, result, show_all)
     return table
 
 
 def _add_run(table: Table, result: ScanResult, show_all: bool) -> None:
-    head = (escape(str(result.series.path)), _steps(result))
+    head = (escape(one_line(str(result.series.path))), _steps(result))
     shown, hidden = _pick(result.episodes, show_all)
     lines: list[tuple[str, ...]] = [_line(result, episode) for episode in shown]
     if hidden:
@@ -84,7 +92,15 @@ def _line(result: ScanResult, episode: Episode) -> tuple[str, ...]:
     places = [episode.onset, episode.peak_step, episode.recovered]
     steps = [number(None if row is None else result.step_at(row)) for row in places]
     values = [number(episode.peak), number(episode.baseline), number(episode.severity)]
-    return (kind, *steps, *values, "yes" if episode.actionable else "")
+    others = [
+        f"{escape(column_name(result, name))} at {number(result.step_at(row))}" for name, row in first_seen(episode)
+    ]
+    return (kind, *steps, *values, "yes" if episode.actionable else "", *([", ".join(others)] if others else []))
+
+
+def first_seen(episode: Episode) -> list[tuple[str, int]]:
+    """Return the other series that left their range, with the row at which they did, in order of time."""
+    return sorted(episode.precursors.items(), key=lambda item: item[1])
 
 
 def summary(results: Sequence[ScanResult]) -> str:
@@ -104,6 +120,8 @@ def _count(count: int, noun: str) -> str:
 
 def strict(value: Any) -> Any:
     """Replace what strict JSON has no word for: NaN by null, infinities by ``"inf"`` and ``"-inf"``."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, dict):

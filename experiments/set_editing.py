@@ -14,8 +14,9 @@ from pathlib import Path
 
 from datamodules.imports import READERS, Imported
 from datamodules.set_statistics import read_tracks, track_digest
+from datamodules.shard_journal import write_atomically
 from datamodules.shard_reader import ShardReader
-from datamodules.shard_writer import ShardWriter, write_atomically
+from datamodules.shard_writer import ShardWriter
 from datamodules.shards import INDEX_NAME, Codec, ShardIndex, Track, load_index, resolve_root
 from datamodules.track_facts import TrackFacts, assign_splits, read_facts
 from experiments.progress import WorkProgress
@@ -65,7 +66,9 @@ def split(args: argparse.Namespace) -> int:
         raise ValueError("nothing to do: give --val-fraction, --metadata, --only-split or --licence")
     if strangers := [name for name in facts if name not in tracks]:
         raise ValueError(f"{args.metadata}: {len(strangers)} rows name no track of {args.set}, first {strangers[0]!r}")
-    splits = {name: facts[name].split if name in facts and facts[name].split else was for name, (_, was) in tracks.items()}
+    splits = {
+        name: facts[name].split if name in facts and facts[name].split else was for name, (_, was) in tracks.items()
+    }
     if args.val_fraction is not None:
         splits = assign_splits(list(tracks), args.val_fraction, {name: fact.split for name, fact in facts.items()})
 
@@ -144,7 +147,9 @@ def _refuse_same_names(sources: list[Source], edits: Sequence[Edit]) -> None:
                 edited = edit(track, shard.split)
                 name = edited[0].name if edited else track.name
                 if name in owner:
-                    raise ValueError(f"track {name!r} is in {owner[name]} and in {source.name}; --prefix keeps them apart")
+                    raise ValueError(
+                        f"track {name!r} is in {owner[name]} and in {source.name}; --prefix keeps them apart"
+                    )
                 owner[name] = source.name
 
 
@@ -160,22 +165,22 @@ def _copy(
         with WorkProgress("copying", sum(source.frames for source in sources), "frames") as bar:
             for source, edit in zip(sources, edits, strict=True):
                 for track, split, codes_KT in read_tracks(ShardReader(source.root, source.index)):
-                    edited = edit(track, split)
-                    digest = track_digest(codes_KT) if drop_duplicates else ""
-                    if edited is None or (drop_duplicates and digest in seen):
-                        dropped += 1
-                    elif edited[0].name not in writer:
-                        facts = {key: getattr(edited[0], key) for key in ("licence", "attribution", "source")}
-                        writer.add(codes_KT, edited[0].name, **facts, split=edited[1])
+                    digest = track_digest(codes_KT) if drop_duplicates else track.name
+                    edited = None if drop_duplicates and digest in seen else edit(track, split)
                     seen.add(digest)
+                    dropped += edited is None
+                    if edited is not None and edited[0].name not in writer:
+                        kept, facts = edited[0], ("licence", "attribution", "source")
+                        given = {key: getattr(kept, key) for key in facts}
+                        writer.add(codes_KT, kept.name, **given, split=edited[1])
                     bar.advance(track.frames)
         if not writer.done:
             raise ValueError("no track is left")
-        kept = len(writer.done)
+        total = len(writer.done)
         books = sources[0].root / BOOKS_NAME
         if books.exists():
             write_atomically(args.out / BOOKS_NAME, books.read_bytes())
-    return kept, dropped
+    return total, dropped
 
 
 @contextmanager

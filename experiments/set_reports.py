@@ -14,8 +14,8 @@ from rich.table import Table
 
 from datamodules.residual_kmeans import load_books
 from datamodules.set_statistics import SetStatistics, set_statistics
+from datamodules.shard_journal import write_atomically
 from datamodules.shard_verify import Fault, verify_set
-from datamodules.shard_writer import write_atomically
 from datamodules.shards import ShardError, ShardIndex, load_index, resolve_root
 from experiments.progress import WorkProgress
 from experiments.tokenize_plan import BOOKS_NAME
@@ -46,18 +46,19 @@ def _print_info(name: str, index: ShardIndex, statistics: SetStatistics) -> None
     tracks = sum(group.tracks for group in statistics.splits.values())
     console.print(
         f"{name}: {tracks} tracks, {index.hours:.3f} h, {len(index.shards)} shards, {size:.1f} MB\n"
-        f"codec {codec.name}: {codec.codebooks} codebooks of {codec.codebook_size}, {codec.frame_rate:g} frames a second,"
-        f" {codec.sample_rate} Hz",
+        f"codec {codec.name}: {codec.codebooks} codebooks of {codec.codebook_size},"
+        f" {codec.frame_rate:g} frames a second, {codec.sample_rate} Hz",
         markup=False,
         highlight=False,
     )
     console.print(_totals(statistics))
     console.print(_codebooks(codec.codebook_size, statistics))
-    console.print(f"bigram line from {statistics.bigram_hours:.2f} h", highlight=False)
+    few = " (too low where frames are few against codes squared)"
+    console.print(f"bigram bits from {statistics.bigram_hours:.2f} h{few}", highlight=False)
     for group in statistics.duplicates[:SHOWN_DUPLICATES]:
         console.print(f"same codes: {', '.join(group)}", markup=False, highlight=False, soft_wrap=True)
-    if more := len(statistics.duplicates) - SHOWN_DUPLICATES:
-        console.print(f"... and {more} more groups of the same codes" if more > 0 else "", end="\n" if more > 0 else "")
+    if (more := len(statistics.duplicates) - SHOWN_DUPLICATES) > 0:
+        console.print(f"... and {more} more groups of the same codes")
     if not statistics.duplicates:
         console.print("no two tracks have the same codes")
 
@@ -74,7 +75,9 @@ def _totals(statistics: SetStatistics) -> Table:
 
 def _codebooks(codebook_size: int, statistics: SetStatistics) -> Table:
     table = Table("codebook", "unigram bits", "bigram bits", "dead codes", "most frequent code")
-    rows = zip(statistics.unigram_bits, statistics.bigram_bits, statistics.dead_codes, statistics.top_share, strict=True)
+    rows = zip(
+        statistics.unigram_bits, statistics.bigram_bits, statistics.dead_codes, statistics.top_share, strict=True
+    )
     for book, (unigram, bigram, dead, share) in enumerate(rows):
         table.add_row(str(book), f"{unigram:.2f}", f"{bigram:.2f}", f"{dead} of {codebook_size}", f"{share:.1%}")
     return table

@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_info(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("sets", nargs="+", metavar="DIR", help="shard sets, or `bundled`")
     verb.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON too")
-    verb.add_argument("--sample-hours", type=float, default=20.0, help="hours for the bigram line (default %(default)s)")
+    verb.add_argument(
+        "--sample-hours", type=float, default=20.0, help="hours for the bigram line (default %(default)s)"
+    )
     verb.set_defaults(act=set_reports.info)
 
 

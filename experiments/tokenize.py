@@ -19,7 +19,8 @@ from pathlib import Path
 from datamodules.audio import find_audio
 from datamodules.book_fitting import FIT_FRAMES
 from datamodules.codecs import CODECS
-from datamodules.shard_writer import JOURNAL_NAME, ShardWriter, write_atomically
+from datamodules.shard_journal import JOURNAL_NAME, write_atomically
+from datamodules.shard_writer import ShardWriter
 from datamodules.shards import INDEX_NAME, load_index
 from datamodules.tokenizer import Encoded, encode_files
 from datamodules.track_facts import TrackFacts

@@ -13,13 +13,14 @@ from datamodules.audio import AudioError, AudioFile, read_audio
 from datamodules.book_fitting import sample_features
 from datamodules.codecs import AudioCodec, CodecOptions, FrameFeatures, build_codec, build_features
 from datamodules.residual_kmeans import ResidualKMeans, fit, load_books
-from datamodules.shard_writer import write_atomically
+from datamodules.shard_journal import write_atomically
 from datamodules.track_facts import TrackFacts, assign_splits, read_facts
 from experiments.progress import WorkProgress
 
 BOOKS_NAME = "books.npz"
 SETTINGS_NAME = "tokenize.json"
 GPU_BATCH = 8
+FEW_FRAMES = 20  # a code
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,9 @@ def _given_books(args: argparse.Namespace) -> ResidualKMeans | None:
 def _fit(args: argparse.Namespace, features: FrameFeatures, files: list[AudioFile]) -> ResidualKMeans:
     with WorkProgress("collecting frames", args.fit_frames, "frames") as bar:
         features_TD = sample_features(files, features, num_frames=args.fit_frames, progress=bar.reach)
+    if len(features_TD) < FEW_FRAMES * args.codebook_size:
+        many = f"{len(features_TD)} frames are few for books of {args.codebook_size} codes"
+        print(f"warning: {many}: use more audio, or a smaller --codebook-size", file=sys.stderr)
     title = f"fitting books on {len(features_TD)} frames"
     with WorkProgress(title, args.num_codebooks, "books") as bar:
         return fit(features_TD, args.num_codebooks, args.codebook_size, seed=args.seed, progress=bar.reach)

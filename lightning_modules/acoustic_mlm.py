@@ -102,8 +102,11 @@ class AcousticMLM(LightningModule):
         else:  # a foreign loader: equal clips on all ranks are assumed
             total = int(mask_BT.sum()) * self.trainer.world_size
         return batch | {
-            "mask": mask_BT, "index": masked_indices(mask_BT), "valid": None if full else num_frames_B,
-            "unmasked": unmasked_indices(mask_BT, num_frames_B, limit=256), "global_masked": total,
+            "mask": mask_BT,
+            "index": masked_indices(mask_BT),
+            "valid": None if full else num_frames_B,
+            "unmasked": unmasked_indices(mask_BT, num_frames_B, limit=256),
+            "global_masked": total,
         }
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class AcousticMLM(LightningModule):
         """Log the step's means over all ranks, on the steps that the loggers write."""
         if self._is_health_step():
             self._log_health(batch, hidden_BTD, logits_KMV, targets_KM)
-        if (self._attempt() + 1) % self.trainer.log_every_n_steps:
+        if (self._attempt() + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         assert self._window is not None
         sums = self._window.clone()
@@ -271,7 +274,7 @@ class AcousticMLM(LightningModule):
             rows[f"health/unmasked_accuracy_codebook_{k}"] = seen.correct_K[k] / max(1, seen.frames)
         self.log_dict(rows, on_step=True, on_epoch=False)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW over all parameters and its schedule, stepped with every optimizer step."""
         optimizer, schedule = self.optimizer_config.build(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

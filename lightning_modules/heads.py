@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_modules.encoder_config import EncoderConfig
+from lightning_modules.fused_heads import HeadLosses, fused_linear_losses
+from lightning_modules.losses import correct_codes, masked_cross_entropy
 from lightning_modules.precision import full_precision
 
 __all__ = ["CosineHeads", "LinearHeads", "build_heads", "gather_frames", "gather_targets"]
@@ -31,6 +33,7 @@ class LinearHeads(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.num_codebooks, self.num_codes = config.num_codebooks, config.codebook_size
+        self.z_loss = config.z_loss
         self.projection = nn.Linear(config.dim, config.num_codebooks * config.codebook_size)
         self.reset_parameters()
 
@@ -42,6 +45,12 @@ class LinearHeads(nn.Module):
     def forward(self, hidden_MD: Tensor) -> Tensor:
         """Logits ``[K, M, V]``, a view of one contiguous ``[M, K, V]`` product."""
         return self.projection(hidden_MD).view(-1, self.num_codebooks, self.num_codes).transpose(0, 1)  # type: ignore[no-any-return]
+
+    def losses(self, hidden_MD: Tensor, targets_KM: Tensor) -> HeadLosses:
+        """Losses without holding the logits, see :mod:`lightning_modules.fused_heads`; what a training step calls."""
+        weight_KVD = self.projection.weight.view(self.num_codebooks, self.num_codes, -1)
+        bias_KV = self.projection.bias.view(self.num_codebooks, self.num_codes)
+        return fused_linear_losses(hidden_MD, weight_KVD, bias_KV, targets_KM, self.z_loss)
 
 
 class CosineHeads(nn.Module):
@@ -74,6 +83,12 @@ class CosineHeads(nn.Module):
             unit_KMC = F.normalize(projected_MKC.float(), dim=-1).transpose(0, 1)
             unit_KVC = F.normalize(self.code_KVC.float(), dim=-1)
             return torch.bmm(unit_KMC, unit_KVC.transpose(1, 2)) / self.temperature
+
+    def losses(self, hidden_MD: Tensor, targets_KM: Tensor) -> HeadLosses:
+        """Losses of the masked frames; what a training step calls."""
+        logits_KMV: Tensor = self(hidden_MD)
+        nats_K, frames = masked_cross_entropy(logits_KMV, targets_KM)
+        return HeadLosses(nats_K, nats_K.detach(), correct_codes(logits_KMV, targets_KM), frames)
 
 
 def build_heads(config: EncoderConfig) -> LinearHeads | CosineHeads:

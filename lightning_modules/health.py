@@ -105,7 +105,7 @@ def prediction_sums(logits_KMV: Tensor, targets_KM: Tensor) -> PredictionSums:
     for logits_MV, targets_M in zip(logits_KMV, targets_KM, strict=True):
         log_p_MV = torch.log_softmax(logits_MV.float(), dim=-1)
         entropy.append(-(log_p_MV.exp() * log_p_MV).sum())
-        correct.append((log_p_MV.argmax(dim=-1) == targets_M).sum())
+        correct.append((log_p_MV.max(dim=-1).indices == targets_M).sum())
         norm.append((log_p_MV - log_p_MV.mean(dim=-1, keepdim=True)).norm(dim=-1).sum())
     return PredictionSums(torch.stack(entropy), torch.stack(correct), torch.stack(norm), targets_KM.shape[1])
 

@@ -3,6 +3,8 @@
 Legend: D width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,6 +41,29 @@ class DyT(nn.Module):
         return torch.addcmul(self.bias, self.weight, torch.tanh(self.alpha * x))
 
 
+class _RMSNormOnCPU(torch.autograd.Function):
+    """RMSNorm forward and backward in few passes; ``F.rms_norm`` on CPUs is a chain of many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).sqrt_()
+        scale = rms.reciprocal_()
+        ctx.save_for_backward(x, weight, scale)
+        y: Tensor = (x * scale).mul_(weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        (dy,) = upstream
+        product = (dy * x).reshape(-1, x.shape[-1])
+        along = torch.mv(product, weight).view_as(scale)
+        d_weight = torch.mv(product.t(), scale.flatten())
+        dx = (dy * weight).mul_(scale)
+        dx.addcmul_(x, along.mul_(scale.pow(3)).div_(x.shape[-1]), value=-1.0)
+        return dx, d_weight, None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm: ``y = gain * x / sqrt(mean(x^2) + eps)`` (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
@@ -53,6 +78,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., D]``."""
+        plain = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
+        if x.device.type == "cpu" and plain and not torch.compiler.is_compiling():
+            return _RMSNormOnCPU.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -43,7 +43,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0:
-            raise ValueError(f"model.optimizer: lr={self.lr} and eps={self.eps} must be above 0, weight_decay={self.weight_decay} not below")
+            raise ValueError(
+                f"model.optimizer: lr={self.lr} and eps={self.eps} must be above 0, "
+                f"weight_decay={self.weight_decay} not below"
+            )
         schedule_factor(0, schedule=self.schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
 
     def build(self, parameters: Iterable[nn.Parameter]) -> tuple[torch.optim.AdamW, LambdaLR]:

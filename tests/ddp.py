@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,11 +15,19 @@ ROOT = Path(__file__).resolve().parent.parent
 def run_ranks(args: list[str], *, timeout: float = 150, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``python *args`` from the checkout; a rank that hangs ignores SIGTERM, so the group gets SIGKILL."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "MPLBACKEND": "Agg",
     }
     process = subprocess.Popen(
-        [sys.executable, *args], cwd=cwd or ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        [sys.executable, *args],
+        cwd=cwd or ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -27,8 +36,6 @@ def run_ranks(args: list[str], *, timeout: float = 150, cwd: Path | None = None)
         output, _ = process.communicate()
         return subprocess.CompletedProcess(args, -signal.SIGKILL, output, "")
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # a child that outlived its parent
-        except ProcessLookupError:
-            pass
     return subprocess.CompletedProcess(args, process.returncode, output, "")

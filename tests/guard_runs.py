@@ -53,7 +53,9 @@ class Losses(Callback):
         self.batches: list[int] = []
         self._window: list[float] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._window.append(float(outputs["loss"]))
         self.batches.append(batch["batch_number"])
         if not trainer.fit_loop._should_accumulate():
@@ -74,7 +76,14 @@ class Skip(Callback):
 
 def model(scheme: str = "pre", total_steps: int = 40) -> AcousticMLM:
     encoder = EncoderConfig(
-        dim=16, num_layers=2, num_heads=2, ffn_dim=32, scheme=scheme, conv_kernel=8, conv_groups=4, dropout=0.1,  # type: ignore[arg-type]
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        ffn_dim=32,
+        scheme=scheme,
+        conv_kernel=8,
+        conv_groups=4,
+        dropout=0.1,  # type: ignore[arg-type]
     )
     return AcousticMLM(encoder, OptimizerConfig(lr=3e-3, warmup_steps=4, total_steps=total_steps))
 
@@ -113,26 +122,53 @@ def train(
     seed_everything(7)
     losses = Losses()
     guard = SpikeGuard(
-        action=action, after=after or AfterRollback(data=data), snapshot_every=snapshot_every,  # type: ignore[arg-type]
-        healthy_steps=healthy_steps, onset_margin=1, dirpath=str(folder / "episodes"), lag=lag, max_retries=max_retries,  # type: ignore[arg-type]
+        action=action,
+        after=after or AfterRollback(data=data),
+        snapshot_every=snapshot_every,  # type: ignore[arg-type]
+        healthy_steps=healthy_steps,
+        onset_margin=1,
+        dirpath=str(folder / "episodes"),
+        lag=lag,
+        max_retries=max_retries,  # type: ignore[arg-type]
     )
     if script is not None:
         guard.detector = ScriptedDetector(script)
     guard.rollback.omit = omit
     fault = FaultInjection(fault_at, fault_batches, kind=kind, factor=factor, rank=rank)  # type: ignore[arg-type]
     callbacks: list[Callback] = [
-        RandomStates(), EMAWeightAveraging(decay=0.9), losses, fault, GradientNorms(1),
-        *([guard] if guarded else []), *(extra or []),
-        GuardedCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=checkpoint_every, save_last=True,
-                          enable_version_counter=False, save_top_k=-1),
+        RandomStates(),
+        EMAWeightAveraging(decay=0.9),
+        losses,
+        fault,
+        GradientNorms(1),
+        *([guard] if guarded else []),
+        *(extra or []),
+        GuardedCheckpoint(
+            dirpath=folder / "checkpoints",
+            every_n_train_steps=checkpoint_every,
+            save_last=True,
+            enable_version_counter=False,
+            save_top_k=-1,
+        ),
     ]
     if skip is not None:
         callbacks.insert(0, Skip(skip))
     trainer = Trainer(
-        default_root_dir=folder, max_steps=steps, max_epochs=-1, accelerator="cpu", devices=devices,
-        strategy="ddp" if devices > 1 else "auto", accumulate_grad_batches=accumulate, gradient_clip_val=1.0,
-        callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, use_distributed_sampler=False, val_check_interval=validate_every,
+        default_root_dir=folder,
+        max_steps=steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        val_check_interval=validate_every,
         check_val_every_n_epoch=None if epoch_batches is None else 1,
         limit_train_batches=epoch_batches if epoch_batches is not None else 1.0,
     )
@@ -154,7 +190,9 @@ def everything(trainer: Trainer) -> dict[str, Any]:
         "ema_step": ema.state_dict(),
         "lr": [g["lr"] for g in optimizer.param_groups],
         "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict()["last_epoch"],
-        "torch_rng": rng["torch"], "numpy_rng": rng["numpy"][1], "python_rng": rng["python"],
+        "torch_rng": rng["torch"],
+        "numpy_rng": rng["numpy"][1],
+        "python_rng": rng["python"],
         "global_step": trainer.global_step,
         "batches": trainer.fit_loop.epoch_loop.batch_progress.state_dict(),
         "epochs": trainer.fit_loop.epoch_progress.state_dict(),

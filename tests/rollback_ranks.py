@@ -16,10 +16,22 @@ if __name__ == "__main__":
     parser.add_argument("--scheme", default="pre")
     parser.add_argument("--data", default="advance")
     args = parser.parse_args()
-    options = {"devices": 2, "accumulate": args.accumulate, "workers": args.workers, "scheme": args.scheme,
-               "data": args.data, "steps": 20}
+    options = {
+        "devices": 2,
+        "accumulate": args.accumulate,
+        "workers": args.workers,
+        "scheme": args.scheme,
+        "data": args.data,
+        "steps": 20,
+    }
     trainer, losses, guard = runs.train(
-        args.folder / "fault", fault_at=13 * args.accumulate, kind="loss_scale", factor=-1e4, rank=1, script={15: 14}, **options
+        args.folder / "fault",
+        fault_at=13 * args.accumulate,
+        kind="loss_scale",
+        factor=-1e4,
+        rank=1,
+        script={15: 14},
+        **options,
     )
     mine = runs.everything(trainer)
     sums = torch.stack([v.double().sum() for v in mine["weights"].values()])
@@ -27,6 +39,9 @@ if __name__ == "__main__":
     torch.distributed.all_gather(everyone, sums)
     clean, clean_losses, _ = runs.train(args.folder / "clean", skip=guard.rollback.skipped, script={}, **options)
     different = runs.differences(mine, runs.everything(clean))
-    print(f"RANK {trainer.global_rank} rollbacks={guard.counts['rollbacks']} skipped={guard.rollback.skipped} "
-          f"equal_ranks={torch.equal(everyone[0], everyone[1])} losses={losses.by_step == clean_losses.by_step} "
-          f"different={different[:3]}", flush=True)
+    print(
+        f"RANK {trainer.global_rank} rollbacks={guard.counts['rollbacks']} skipped={guard.rollback.skipped} "
+        f"equal_ranks={torch.equal(everyone[0], everyone[1])} losses={losses.by_step == clean_losses.by_step} "
+        f"different={different[:3]}",
+        flush=True,
+    )

@@ -9,13 +9,13 @@ import soundfile
 def music(seconds: float, rate: int, seed: int, channels: int = 1) -> np.ndarray:
     """Notes of a random scale with noise on top, `[N, channels]` float32: every second sounds different."""
     rng = np.random.default_rng(seed)
-    time = np.arange(round(seconds * rate)) / rate
-    out = rng.normal(0, 0.02, (len(time), channels))
+    out = rng.normal(0, 0.02, (round(seconds * rate), channels))
     for start in np.arange(0, seconds, 0.25):
-        hertz = 110 * 2 ** (rng.integers(0, 36) / 12)
-        part = (time >= start) & (time < start + 0.5)
-        note = np.sin(2 * np.pi * min(hertz, rate * 0.45) * (time[part] - start)) * np.exp(-6 * (time[part] - start))
-        out[part] += 0.3 * note[:, None] * rng.uniform(0.3, 1, channels)
+        hertz = min(110 * 2 ** (rng.integers(0, 36) / 12), rate * 0.45)
+        part = out[round(start * rate) : round((start + 0.5) * rate)]
+        time = np.arange(len(part)) / rate
+        note = np.sin(2 * np.pi * hertz * time) * np.exp(-6 * time)
+        part += 0.3 * note[:, None] * rng.uniform(0.3, 1, channels)
     return np.clip(out, -1, 1).astype(np.float32)
 
 

@@ -19,8 +19,9 @@ import guard_runs as runs
 
 class Kill(runs.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.fit_loop.epoch_loop._batches_that_stepped == int(sys.argv[2]) and not Path(sys.argv[1], "killed").exists():
-            Path(sys.argv[1], "killed").touch()
+        mark = Path(sys.argv[1], "killed")
+        if trainer.fit_loop.epoch_loop._batches_that_stepped == int(sys.argv[2]) and not mark.exists():
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 last = Path(sys.argv[1], "checkpoints", "last.ckpt")
@@ -28,14 +29,20 @@ trainer, losses, guard = runs.train(
     Path(sys.argv[1]), fault_at=13, script={15: 14}, steps=24, checkpoint_every=5, snapshot_every=1, healthy_steps=1,
     extra=[Kill()], ckpt_path=str(last) if last.exists() else None)
 import torch
-torch.save({"all": runs.everything(trainer), "counts": guard.counts, "skipped": guard.rollback.skipped}, Path(sys.argv[1], "end.pt"))
+end = {"all": runs.everything(trainer), "counts": guard.counts, "skipped": guard.rollback.skipped}
+torch.save(end, Path(sys.argv[1], "end.pt"))
 """
 
 
 def run_once(folder: Path, kill_at: int) -> int:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), str(kill_at)], env=environment, timeout=120,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)],
+        env=environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode not in (0, -signal.SIGKILL):
         raise AssertionError(done.stderr[-3000:])
     return done.returncode
@@ -50,7 +57,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 # attempted steps: 7 healthy; 13 the fault's own; 14 between fault and detection; 16 just after the rollback; 22 later.
-@pytest.mark.parametrize("kill_at", [7, 14, 16, *[pytest.param(k, marks=pytest.mark.slow) for k in (10, 12, 13, 15, 17, 19, 22)]])
+@pytest.mark.parametrize(
+    "kill_at", [7, 14, 16, *[pytest.param(k, marks=pytest.mark.slow) for k in (10, 12, 13, 15, 17, 19, 22)]]
+)
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, uninterrupted: dict, kill_at: int) -> None:
     assert run_once(tmp_path, kill_at) == -signal.SIGKILL
     assert run_once(tmp_path, kill_at) == 0
@@ -63,9 +72,17 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, uninterrupted: 
 def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     body = SCRIPT.replace("steps=24, checkpoint_every=5", "steps=4000, checkpoint_every=1")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "TMPDIR": "/dev/shm"}
-    process = subprocess.Popen([sys.executable, "-c", body, str(folder), "-1"], env=environment,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": "/dev/shm",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", body, str(folder), "-1"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     last = folder / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 90
     while not last.exists() and time.monotonic() < deadline:

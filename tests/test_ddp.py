@@ -28,24 +28,69 @@ def test_a_fault_on_one_rank_is_rolled_back_bitwise_on_both(tmp_path: Path) -> N
     list(itertools.product((1, 4), (0, 2), ("pre", "deepnorm"), ("advance", "replay"))),
 )
 def test_full_product_on_two_ranks(tmp_path: Path, accumulate: int, workers: int, scheme: str, data: str) -> None:
-    done = run_ranks([RANKS, str(tmp_path), "--accumulate", str(accumulate), "--workers", str(workers),
-                      "--scheme", scheme, "--data", data])
+    done = run_ranks(
+        [
+            RANKS,
+            str(tmp_path),
+            "--accumulate",
+            str(accumulate),
+            "--workers",
+            str(workers),
+            "--scheme",
+            scheme,
+            "--data",
+            data,
+        ]
+    )
     first = 13 if data == "replay" else 12
     check_ranks(done.stdout, f"[[{first * accumulate}, {16 * accumulate}]]")
 
 
 def test_the_command_line_trains_on_two_ranks_and_rolls_both_back(tmp_path: Path) -> None:
     """A fault in rank 1's loss alone: both ranks roll back, the run ends 0, and rank 1 is named."""
-    done = run_ranks([
-        "-m", "experiments", "fit", "-c", "experiments/configs/deepnorm_clip1.yaml", "--trainer.devices", "2",
-        "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu", "--model.encoder.dim", "32",
-        "--model.encoder.num_layers", "2", "--model.encoder.ffn_dim", "64", "--model.optimizer.total_steps", "90",
-        "--data.num_frames", "64", "--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path),
-        "--checkpoint.dirpath", str(tmp_path / "checkpoints"), "--fault_injection.at_batch", "60",
-        "--fault_injection.num_batches", "3", "--fault_injection.kind", "loss_scale", "--fault_injection.rank", "1",
-        "--fault_injection.factor", "5.0",
-        "--spike_guard.snapshot_every", "5",
-    ])
+    done = run_ranks(
+        [
+            "-m",
+            "experiments",
+            "fit",
+            "-c",
+            "experiments/configs/deepnorm_clip1.yaml",
+            "--trainer.devices",
+            "2",
+            "--trainer.strategy",
+            "ddp",
+            "--trainer.accelerator",
+            "cpu",
+            "--model.encoder.dim",
+            "32",
+            "--model.encoder.num_layers",
+            "2",
+            "--model.encoder.ffn_dim",
+            "64",
+            "--model.optimizer.total_steps",
+            "90",
+            "--data.num_frames",
+            "64",
+            "--trainer.logger",
+            "false",
+            "--trainer.default_root_dir",
+            str(tmp_path),
+            "--checkpoint.dirpath",
+            str(tmp_path / "checkpoints"),
+            "--fault_injection.at_batch",
+            "60",
+            "--fault_injection.num_batches",
+            "3",
+            "--fault_injection.kind",
+            "loss_scale",
+            "--fault_injection.rank",
+            "1",
+            "--fault_injection.factor",
+            "5.0",
+            "--spike_guard.snapshot_every",
+            "5",
+        ]
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     reports = [json.loads(p.read_text()) for p in (tmp_path / "episodes").glob("*/report.json")]
     rolled = [r for r in reports if r["decision"] == "rollback"]

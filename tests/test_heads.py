@@ -1,10 +1,14 @@
 """Heads and what goes in and out of them."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_modules.encoder_config import EncoderConfig
 from lightning_modules.heads import CosineHeads, LinearHeads, build_heads, gather_frames, gather_targets
+from lightning_modules.losses import correct_codes, masked_cross_entropy, z_loss
 
 
 def config(head: str) -> EncoderConfig:
@@ -70,3 +74,56 @@ def test_no_masked_frame_is_no_error() -> None:
     for head in ("linear", "cosine"):
         heads = build_heads(config(head))
         assert heads(torch.zeros(0, 8)).shape == (3, 0, 13)
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 1e-2])
+@pytest.mark.parametrize("head", ["linear", "cosine"])
+def test_losses_equal_those_of_the_logits_with_gradients(head: str, z_weight: float) -> None:
+    if head == "cosine" and z_weight > 0.0:
+        return
+    torch.manual_seed(0)
+    heads = build_heads(replace(config(head), z_loss=z_weight))
+    targets, weight = torch.randint(13, (3, 6)), torch.tensor([1.0, -2.0, 0.5])
+    x, x_again = (torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    losses = heads.losses(x, targets)
+    (losses.objective_K * weight).sum().backward()
+    got = [x.grad, *(p.grad.clone() for p in heads.parameters())]
+    heads.zero_grad()
+    logits = heads(x_again)
+    nats, frames = masked_cross_entropy(logits, targets)
+    objective = nats + z_weight * z_loss(logits)
+    (objective * weight).sum().backward()
+    torch.testing.assert_close(losses.objective_K, objective)
+    torch.testing.assert_close(losses.nats_K, nats.detach())
+    assert torch.equal(losses.correct_K, correct_codes(logits, targets))
+    assert losses.frames == frames == 6
+    for ours, theirs in zip(got, [x_again.grad, *(p.grad for p in heads.parameters())], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_fused_losses_under_autocast_without_frames_and_without_gradients() -> None:
+    torch.manual_seed(0)
+    heads, x, targets = build_heads(config("linear")), torch.randn(6, 8), torch.randint(13, (3, 6))
+    exact = heads.losses(x, targets)
+    with torch.no_grad():
+        assert torch.equal(heads.losses(x, targets).nats_K, exact.nats_K)
+    x.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = heads.losses(x, targets)
+    half.objective_K.sum().backward()
+    assert half.nats_K.dtype == torch.float32
+    torch.testing.assert_close(half.nats_K, exact.nats_K, rtol=1e-2, atol=1e-2)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in [x, *heads.parameters()])
+    empty = heads.losses(torch.zeros(0, 8, requires_grad=True), torch.zeros(3, 0, dtype=torch.int64))
+    empty.objective_K.sum().backward()
+    assert empty.objective_K.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_fused_losses_never_hold_all_logits() -> None:
+    """The largest tensor they save for the backward pass has the size of the heads' weights or K x the states."""
+    saved: list[int] = []
+    heads = build_heads(config("linear"))
+    x = torch.randn(500, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        heads.losses(x, torch.randint(13, (3, 500))).objective_K.sum().backward()
+    assert max(saved) == 3 * 500 * 8 < 3 * 500 * 13

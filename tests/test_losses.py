@@ -26,6 +26,26 @@ def test_cross_entropy_per_codebook() -> None:
         torch.testing.assert_close(nats[k].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_are_those_of_cross_entropy_in_both_layouts() -> None:
+    logits, targets = batch()
+    weight = torch.tensor([1.0, -2.0, 0.5])
+    theirs = logits.clone().requires_grad_()
+    nats = F.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="none").view(3, 20).sum(1)
+    (nats * weight).sum().backward()
+    for ours in (logits.clone(), logits.transpose(0, 1).contiguous().transpose(0, 1)):
+        ours.requires_grad_()
+        (masked_cross_entropy(ours, targets)[0] * weight).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_second_backward_pass_is_an_error_and_not_a_wrong_gradient() -> None:
+    logits, targets = batch()
+    nats, _ = masked_cross_entropy(logits.requires_grad_(), targets)
+    nats.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nats.sum().backward()
+
+
 def test_sums_are_fp32_from_half_precision_logits() -> None:
     logits, targets = batch()
     nats, _ = masked_cross_entropy(logits.bfloat16(), targets)

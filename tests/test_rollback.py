@@ -65,7 +65,12 @@ def test_rolled_back_run_equals_the_run_without_the_fault(tmp_path: Path, option
 def test_full_product(tmp_path: Path, accumulate: int, workers: int, scheme: str, data: str, epoch: int | None) -> None:
     batches = epoch * accumulate if epoch else None
     different, same_losses = faulty_and_clean(
-        tmp_path, accumulate=accumulate, workers=workers, scheme=scheme, data=data, epoch_batches=batches,
+        tmp_path,
+        accumulate=accumulate,
+        workers=workers,
+        scheme=scheme,
+        data=data,
+        epoch_batches=batches,
         validate_every=batches or 7,
     )
     assert different == []
@@ -126,7 +131,9 @@ def test_restoring_a_snapshot_at_once_is_a_no_op(tmp_path: Path) -> None:
 def test_no_rejected_checkpoint_stays_resumable(tmp_path: Path) -> None:
     trainer, _, guard = runs.train(tmp_path, fault_at=13, script=SCRIPT, checkpoint_every=7, steps=20)
     files = sorted((tmp_path / "checkpoints").iterdir())
-    assert any(f.name.endswith(REJECTED) for f in files)  # that of step 14 was written between the fault and its detection
+    assert any(
+        f.name.endswith(REJECTED) for f in files
+    )  # that of step 14 was written between the fault and its detection
     clean, _, _ = runs.train(tmp_path / "clean", skip=guard.rollback.skipped, script={}, checkpoint_every=7, steps=20)
     resumable = [f for f in files if f.suffix == ".ckpt"]
     assert {f.name for f in resumable} >= {"last.ckpt"}

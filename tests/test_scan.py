@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -124,6 +125,23 @@ def test_alarms_are_exactly_what_the_detector_says(tmp_path: Path) -> None:
     detector = Detector(DetectorConfig())
     acts = [i for i in range(2500) if detector.update(i, {"loss": loss[i], "grad_norm": grad[i]}).act]
     assert strict_json(out)[0]["alarms"] == acts != []
+
+
+def test_a_run_the_detector_fails_on_does_not_lose_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(Detector):
+        def update(self, step: int, values: Mapping[str, float]) -> Any:
+            if values["loss"] == 13.0:
+                raise OverflowError("too large")
+            return super().update(step, values)
+
+    monkeypatch.setattr(scan_detect, "Detector", Failing)
+    bad = write_csv(tmp_path / "bad.csv", [5.0, 13.0])
+    good = write_csv(tmp_path / "good.csv", healthy(50))
+    assert run(bad, good, "--json", tmp_path / "out.json") == 1
+    assert capsys.readouterr().err == f"error: {bad}: row 1: the detector fails on {{'loss': 13.0}} (too large)\n"
+    assert [record["path"] for record in strict_json(tmp_path / "out.json")] == [str(good)]
 
 
 def test_detector_options_reach_the_detector(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +277,11 @@ def test_strange_names_stay_on_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     write_csv(odd, healthy(30))
     assert run(odd, "--plot", tmp_path / "out.png") == 0
     assert "a[red]" in capsys.readouterr().out
+    undecodable = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.csv"))
+    write_csv(undecodable, healthy(30))
+    assert run(undecodable, "--plot", tmp_path / "out.png", "--json", tmp_path / "out.json") == 0
+    assert strict_json(tmp_path / "out.json")[0]["path"] == str(undecodable)
+    assert "caf\\udce9.csv" in capsys.readouterr().out
 
 
 def test_the_verb_end_to_end_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:
@@ -271,6 +294,9 @@ def test_the_verb_end_to_end_imports_neither_torch_nor_lightning(tmp_path: Path)
         "from experiments.__main__ import main\n"
         f"rc = main({args!r})\n"
         "bad = {'torch', 'lightning', 'pytorch_lightning', 'wandb', 'tensorboard', 'pandas'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+        "import wandb.proto.wandb_internal_pb2, tensorboard.compat.proto.event_pb2, tensorboard.util.tensor_util\n"
+        "bad = {'torch', 'lightning', 'tensorflow'} & set(sys.modules)  # nor do the binary readers\n"
         "assert not bad, bad\n"
         "sys.exit(rc)\n"
     )

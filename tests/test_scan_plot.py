@@ -36,10 +36,10 @@ def spiky() -> ScanResult:
 @pytest.mark.parametrize(
     "loss",
     [
-        [], [math.nan], [1.0], [0.0] * 50, [math.nan] * 40, [math.inf, -math.inf] * 20, noisy(200, -3.0),
+        [], [math.nan], [1.0], [0.5] * 50, [math.nan] * 40, [math.inf, -math.inf] * 20, noisy(200, -3.0),
         [*noisy(200), *(10.0**k for k in range(300))], [*noisy(100, 0.0), 1e6, *noisy(100, 0.0)],
     ],
-    ids=["empty", "one_nan", "one", "zeros", "nans", "infinities", "negative", "divergence", "around_zero"],
+    ids=["empty", "one_nan", "one", "constant", "nans", "infinities", "negative", "divergence", "around_zero"],
 )  # fmt: skip
 def test_every_kind_of_run_is_drawn(tmp_path: Path, loss: list[float]) -> None:
     (path,) = scan_plot.draw([result_of(loss)], tmp_path / "out.png")

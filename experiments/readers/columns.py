@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +27,7 @@ STEP_NAMES = (
     "batch_idx",
 )  # fmt: skip
 HELD_OUT = frozenset({"val", "valid", "validation", "eval", "evaluation", "test", "dev", "heldout", "holdout"})
+SPLIT_NAMES = frozenset({"split", "mode", "phase", "stage", "subset"})  # of logs in long form, one row per split
 NOT_A_LOSS = HELD_OUT | {"scale", "scaler", "best", "min", "max", "weight", "weights", "std", "lr", "aux", "count"}
 NOT_TOTAL_NORM = HELD_OUT | {"clip", "clipped", "post", "block", "blocks", "layer", "layers", "min", "max", "threshold"}
 PREFERRED_SHARE = 0.1  # a better-named column must hold at least this share of the values of the fullest candidate
@@ -39,6 +40,7 @@ def normalise(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
+@lru_cache(maxsize=4096)
 def loss_rank(name: str) -> int | None:
     """Return how good a loss column this name is (smaller is better), or None if it is none."""
     plain = normalise(name)
@@ -67,7 +69,12 @@ def step_rank(name: str) -> int | None:
     return STEP_NAMES.index(plain) if plain in STEP_NAMES else None
 
 
-RANKS = {"loss": loss_rank, "grad_norm": grad_rank, "step": step_rank}
+def says_held_out(name: str, value: str) -> bool:
+    """Whether a cell says that its row is no training row: ``mode=val``."""
+    return normalise(name) in SPLIT_NAMES and bool(HELD_OUT & set(normalise(value).split("_")))
+
+
+RANKS: dict[str, Callable[[str], int | None]] = {"loss": loss_rank, "grad_norm": grad_rank, "step": step_rank}
 OPTIONS = {"loss": "--column", "grad_norm": "--grad-column", "step": "--step-column"}
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from experiments.readers.columns import ColumnRequest
+from experiments.readers.columns import SPLIT_NAMES, ColumnRequest, normalise, says_held_out
 from experiments.readers.layout import BLANKS, Layout
 from experiments.readers.opening import Tick, open_text
 from experiments.readers.table import Column, LogError, LogTable, parse_number
 
 LONGEST_CELL = 1 << 24  # characters; logs with whole texts in a column exceed the csv module's 128 KiB
-NUMBER_BEGIN = re.compile(r"[+-]?(\d*\.?\d*(e[+-]?\d*)?|n|na|i|in|inf|infi|infin|infini|infinit)", re.I)
+NUMBER_BEGIN = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d*)?(e[+-]?\d*)?|n|na|i|in|inf|infi|infin|infini|infinit)", re.I)
 
 
 def read(path: Path, layout: Layout, request: ColumnRequest, tick: Tick) -> LogTable:
@@ -55,6 +55,7 @@ class _Reading:
     def _set_names(self, names: Sequence[str]) -> None:
         self._names = list(names)
         self.table.see(name for name in names if name)
+        self._splits = [i for i, name in enumerate(names) if normalise(name) in SPLIT_NAMES]
         self._wanted: list[tuple[int, str, Column]] = []
         for i, name in enumerate(names):
             if self._request.wants(name) and name not in names[:i]:
@@ -68,6 +69,8 @@ class _Reading:
                 continue
             if len(cells) > len(self._names) or cells[0].startswith("#"):
                 cells = self._trimmed(cells, row)
+            if any(i < len(cells) and says_held_out(self._names[i], cells[i]) for i in self._splits):
+                cells = []
             for i, name, column in self._wanted:
                 text = cells[i] if i < len(cells) else ""
                 if not text:
@@ -121,7 +124,7 @@ class _Reading:
         try:
             value = parse_number(text)
         except ValueError:
-            if self._lines.at_end and self._lines.is_cut and NUMBER_BEGIN.fullmatch(text.strip()):
+            if self._lines.at_end and self._lines.is_cut and NUMBER_BEGIN.fullmatch(text.strip()[:40]):
                 self.table.notes.append(f"the last row ({row}) is cut: '{text[:40]}' was left out")
             else:
                 self.table.spoil(name, self._path, text, row, self._lines.line)

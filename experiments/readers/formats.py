@@ -58,7 +58,8 @@ def read_table(source: Source, request: ColumnRequest, tick: Tick) -> LogTable:
         return wandb_offline.read(path, request, tick)
     text = decode_head(head)
     if "\0" in text[:4096]:
-        raise NotALogError(path, "binary file of no known log format")
+        claims = is_table(path) or path.suffix in LINES_SUFFIXES
+        raise (LogError if claims else NotALogError)(path, "binary file of no known log format")
     if shape := json_shape(text, source.named or path.suffix in LINES_SUFFIXES):
         if not source.named and not _mentions_loss(decode_head(head_of(path, LARGE_HEAD)), request):
             raise NotALogError(path, "JSON without a loss")

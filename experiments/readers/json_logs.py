@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.readers.columns import HELD_OUT, ColumnRequest, normalise
+from experiments.readers.columns import HELD_OUT, ColumnRequest, normalise, says_held_out
 from experiments.readers.opening import Tick, open_text
 from experiments.readers.table import BLANK, NOT_LOGGED, LogError, NotALogError, RecordTable, parse_number
 
@@ -46,18 +46,30 @@ def to_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Keep a record's numbers.
 
     A null is a NaN (strict writers have no other word for it), except in rows of held-out metrics, where it says that
-    no training metric was logged.
+    no training metric was logged. A record that says it is none of training (``"mode": "val"``) holds nothing.
     """
+    return split_record(record)[0]
+
+
+def split_record(record: Mapping[str, Any]) -> tuple[dict[str, float], list[tuple[str, str]]]:
+    """Return a record's numbers as :func:`to_numbers` does, and its texts that are no numbers."""
     numbers: dict[str, float] = {}
     nulls: list[str] = []
+    texts: list[tuple[str, str]] = []
     for name, value in flatten(record):
-        if value is None:
+        if type(value) is float:
+            numbers[name] = value
+        elif value is None:
             nulls.append(name)
         elif (number := as_number(value)) is not None:
             numbers[name] = number
+        elif isinstance(value, str):
+            texts.append((name, value))
+    if any(says_held_out(name, text) for name, text in texts):
+        return {}, []
     if nulls and not any(HELD_OUT & set(normalise(name).split("_")) for name in numbers):
         numbers.update(dict.fromkeys(nulls, math.nan))
-    return numbers
+    return numbers, texts
 
 
 def read_lines(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable:
@@ -133,10 +145,10 @@ def _columns(document: dict[str, Any]) -> dict[str, list[Any]]:
 
 def _append(table: RecordTable, record: dict[str, Any], path: Path, line: int | None = None) -> None:
     """Add a record; a text where a wanted number belongs spoils its column."""
-    numbers = to_numbers(record)
-    for name, value in flatten(record):
-        if isinstance(value, str) and name not in numbers and table.keeps(name) and not _is_blank(value):
-            table.spoil(name, path, value, table.num_rows, line)
+    numbers, texts = split_record(record)
+    for name, text in texts:
+        if table.keeps(name) and not _is_blank(text):
+            table.spoil(name, path, text, table.num_rows, line)
     table.append(numbers)
 
 

@@ -136,7 +136,8 @@ class RecordTable(LogTable):
 
     def append(self, record: Mapping[str, float]) -> None:
         """Add the next data row."""
+        known = self._is_wanted
         for name, value in record.items():
-            if self.keeps(name):
+            if known[name] if name in known else self.keeps(name):
                 self.add(self.num_rows, name, value)
         self.num_rows += 1

@@ -21,12 +21,14 @@ Record = Mapping[str, float]
 # `--log-format simple` `train_inner | epoch 001:    100 / 487 loss=4.655, ..., gnorm=1.2, ...`.
 # Its values are strings, its losses are in base 2 (bits) already.
 FAIRSEQ_MARK = "train_inner"
+# All patterns are linear in the length of a line: no two neighbouring parts can match the same characters.
 FAIRSEQ_SIMPLE = re.compile(r"epoch\s+\d+:\s*\d+\s*/\s*\d+\s+(.*=.*)")
 # Megatron-LM: ` iteration      200/    1000 | consumed samples: ... | lm loss: 7.399415E+00 | ... | grad norm: 2.918 |`
 MEGATRON = re.compile(r"iteration\s+(\d+)\s*/\s*\d+\s*\|(.*)")
-NUMBER = r"[-+]?(?:\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
+NUMBER = r"[-+]?(?:\d[\d_]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
 STEP_PRINT = re.compile(
-    r"\b(s(?=:\d)|global_?step|steps?|iterations?|iters?|it|num_updates|updates?)['\"]?\s*[:=#\[(]*\s*(\d+)\b", re.I
+    r"\b(s(?=:\d)|global_?step|steps?|iterations?|iters?|it|num_updates|updates?)['\"]?\s*(?:[:=#\[(]+\s*)?(\d+)\b",
+    re.I,
 )
 FEWEST_PRINTS = 3  # lines with a step and a loss among the first ones; fewer is prose about training
 LONGEST_LINE = 20_000  # a longer line is a dump, not a record
@@ -86,7 +88,7 @@ def printed_record(line: str) -> Record | None:
     return pairs
 
 
-PRINTED = re.compile(rf"([A-Za-z][\w./]*(?:[ -](?:loss|norm))?)['\"]?\s*[:=]?\s*({NUMBER})", re.I)
+PRINTED = re.compile(rf"(?<![\w./])([A-Za-z][\w./]*(?:[ -](?:loss|norm))?)['\"]?\s*(?:[:=]\s*)?({NUMBER})", re.I)
 HELD_OUT_LINE = re.compile(r"\b(val|valid|validation|eval|evaluation|test|dev|train_runtime)(?:[_ /]?loss)?\b", re.I)
 
 

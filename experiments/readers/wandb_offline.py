@@ -102,7 +102,8 @@ def read(path: Path, request: ColumnRequest, tick: Tick) -> RecordTable:
 
 def history_row(history: Any, table: RecordTable) -> dict[str, float]:
     """Return the numbers of one history record that the table keeps."""
-    row: dict[str, Any] = {}
+    row: dict[str, float] = {}
+    others: dict[str, Any] = {}
     for item in history.item:
         name = item.key or "/".join(item.nested_key)
         if not table.keeps(name):
@@ -110,8 +111,8 @@ def history_row(history: Any, table: RecordTable) -> dict[str, float]:
         try:
             row[name] = float(item.value_json)
         except ValueError:
-            row[name] = _decoded(item.value_json)
-    return to_numbers(row)
+            others[name] = _decoded(item.value_json)
+    return {**row, **to_numbers(others)} if others else row
 
 
 def _decoded(text: str) -> Any:
