@@ -7,6 +7,7 @@ interleaved rounds; ratios are medians over the rounds. CPU time is the steadier
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -44,6 +45,10 @@ def main(argv: list[str]) -> int:
     """Run the benchmark; returns the exit status."""
     args = _arguments(argv)
     console = Console()
+    if args.scale:
+        from experiments.bench import stream_scale
+
+        return stream_scale.run(args)
     if args.memory_of is not None:
         print(_resident_after(args.memory_of, args.batch))
         return 0
@@ -74,6 +79,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds (default 40)")
     parser.add_argument("--scratch", help="folder for the synthetic set (default: the system's)")
     parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--scale", action="store_true", help="simulate a set of --hours on --ranks instead")
+    parser.add_argument("--hours", type=int, default=160_000, help="of the simulated set (default 160000)")
+    parser.add_argument("--ranks", type=int, default=1024, help="of the simulated run (default 1024)")
+    parser.add_argument("--global-batch", type=int, default=8192, help="of the simulated run (default 8192)")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -99,13 +108,16 @@ def _stream(folder: Path, batch: int) -> TokenStream:
 
 def _first_batch(folder: Path, batch: int) -> Row:
     """Seconds from nothing (no index read) to the first batch, its blocks hashed; page cache warm and cold."""
-    times: dict[str, list[float]] = {"warm": [], "cold": []}
-    for name, _ in itertools.product(times, range(7)):
+    times: dict[str, list[float]] = {"warm": [], "cold": [], "warm CPU": []}
+    for name, _ in itertools.product(("warm", "cold"), range(9)):
         if name == "cold":
             _forget(folder)
-        start = time.perf_counter()
+        _clock.start()
         next(iter(TokenLoader(_stream(folder, batch))))
-        times[name].append(time.perf_counter() - start)
+        _clock.stop()
+        times[name].append(_clock.wall)
+        if name == "warm":
+            times["warm CPU"].append(_clock.cpu)
         _touch(folder)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -219,13 +231,26 @@ def _torchdata(folder: Path, batch: int) -> Source:
     return _loop(itertools.chain.from_iterable(itertools.repeat(loader)), warm_up=20)
 
 
+@functools.cache
+def _clips(folder: str) -> _Clips:
+    return _Clips(Path(folder))
+
+
+def _one_clip(item: int, folder: str) -> np.ndarray[Any, np.dtype[np.int16]]:
+    clip: np.ndarray[Any, np.dtype[np.int16]] = _clips(folder).__getitems__([item])[0].numpy()
+    return clip
+
+
 def _litdata(folder: Path, batch: int) -> Source:
+    """The same clips as litdata's own chunks of 64 MB; written once, by one process."""
+    os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")
     import litdata
 
-    clips, out = _Clips(folder), folder.parent / "litdata"
-    if not out.exists():
-        writer = litdata.processing.functions.optimize  # numpy items, 64 MB chunks, as many clips as the set has
-        writer(lambda i: clips.__getitems__([i])[0].numpy(), list(range(len(clips))), str(out), chunk_bytes="64MB")
+    out = folder.parent / "litdata"
+    inputs = list(range(min(20_000, len(_Clips(folder)))))
+    litdata.optimize(
+        functools.partial(_one_clip, folder=str(folder)), inputs, str(out), chunk_bytes="64MB", num_workers=1
+    )
     loader = litdata.StreamingDataLoader(litdata.StreamingDataset(str(out), shuffle=True), batch_size=batch)
     return _loop(itertools.chain.from_iterable(itertools.repeat(loader)), warm_up=20)
 
@@ -398,7 +423,7 @@ def _memory(folder: Path, small: Path, args: argparse.Namespace) -> Row:
     sizes = {}
     for name, path in (("none", ""), ("an eighth", str(small)), ("whole", str(folder))):
         command = [sys.executable, "-m", "experiments", "bench", "stream", "--batch", str(args.batch)]
-        done = subprocess.run([*command, f"--memory-of={path}"], capture_output=True, text=True, check=True)  # noqa: S603
+        done = subprocess.run([*command, f"--memory-of={path}"], capture_output=True, text=True, check=True)
         sizes[name] = float(done.stdout)
     return {name: size - sizes["none"] for name, size in sizes.items() if name != "none"}
 
@@ -429,7 +454,10 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     for row in result["cold"]:
         console.print(f"cold page cache, {row['name']}: {row['clips_per_s']:,.0f} clips/s")
     first, order, memory = result["first_batch"], result["order"], result["memory_mb"]
-    console.print(f"first batch, index and hashes included: {first['warm']:.3f} s warm, {first['cold']:.3f} s cold")
+    console.print(
+        f"first batch, index and hashes included: {first['warm']:.3f} s warm"
+        f" ({first['warm CPU']:.3f} s of CPU), {first['cold']:.3f} s cold"
+    )
     for row in result["seek"]:
         times = f"rewind {row['rewind_ms']:.1f} ms, resume from nothing {row['resume_ms']:.1f} ms"
         console.print(f"position {row['position']:,}: {times}")
