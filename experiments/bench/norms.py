@@ -17,10 +17,10 @@ from typing import Any, get_args
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 
 from datamodules.codec_tokens import CodecTokens
 from experiments.bench.norms_plot import draw
+from experiments.progress import WorkProgress
 from lightning_modules.encoder import Encoder, EncoderConfig
 from lightning_modules.encoder_config import Scheme
 from lightning_modules.fused_heads import HeadLosses
@@ -123,15 +123,15 @@ def train(tokens: Tokens, options: dict[str, Any], rate: float) -> float:
     return validation_bits(model, tokens)
 
 
-def sweep(tokens: Tokens, rates: list[float], progress: Progress) -> dict[str, list[float]]:
+def sweep(tokens: Tokens, rates: list[float]) -> dict[str, list[float]]:
     """Final bits of every swept variant at every peak learning rate."""
-    task = progress.add_task("learning-rate sweep", total=len(SWEPT) * len(rates))
     bits: dict[str, list[float]] = {}
-    for name, options in SWEPT.items():
-        bits[name] = []
-        for rate in rates:
-            bits[name].append(train(tokens, options, rate))
-            progress.advance(task)
+    with WorkProgress("learning-rate sweep", len(SWEPT) * len(rates), "runs") as progress:
+        for name, options in SWEPT.items():
+            bits[name] = []
+            for rate in rates:
+                bits[name].append(train(tokens, options, rate))
+                progress.advance(1, f"{name} at {rate:g}: {bits[name][-1]:.2f} bits")
     return bits
 
 
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> int:
     """Run both measurements; draw the picture and write the numbers beside it."""
     parser = argparse.ArgumentParser(prog="python -m experiments bench norms", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/norms/norms.png"), help="picture; numbers go beside it")
-    parser.add_argument("--steps", type=int, default=250, help="steps of each run of the sweep")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each run of the sweep")
     parser.add_argument("--rates", type=float, nargs="+", default=list(LEARNING_RATES), help="peak learning rates")
     parser.add_argument("--layers", type=int, default=24, help="blocks of the gradient measurement")
     options = parser.parse_args(argv)
@@ -153,13 +153,12 @@ def main(argv: list[str]) -> int:
         return 2
     console = Console()
     tokens = Tokens(clips=8, frames=64, steps=options.steps)
-    with Progress(*Progress.get_default_columns()[:-1], TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("gradients at initialization", total=len(get_args(Scheme)))
-        norms = {}
-        for scheme in get_args(Scheme):
+    schemes, norms = get_args(Scheme), {}
+    with WorkProgress("gradients at initialization", len(schemes), "schemes") as progress:
+        for scheme in schemes:
             norms[scheme] = gradient_norms(tokens, scheme, options.layers)
-            bar.advance(task)
-        bits = sweep(tokens, options.rates, bar)
+            progress.advance(1, scheme)
+    bits = sweep(tokens, options.rates)
     best = min(value for values in bits.values() for value in values if not math.isnan(value))
     table = {name: {"bits": values, "sensitivity": sensitivity(values, best)} for name, values in bits.items()}
     numbers = {"gradient_norms": norms, "rates": options.rates, "steps": options.steps, "sweep": table}
