@@ -20,7 +20,7 @@ import pytest
 from datamodules import cache_folder
 from datamodules.cache_folder import CacheError, locked, make_room, used_bytes
 from datamodules.object_fetch import FetchError, FetchPolicy, ObjectStore
-from datamodules.remote import CacheSettings, ShardCache, is_remote, load_remote_index, open_remote
+from datamodules.remote import CacheSettings, ShardCache, is_remote, load_remote_index, open_remote, open_set
 from datamodules.set_statistics import read_tracks
 from datamodules.shard_reader import ShardReader
 from datamodules.shard_writer import ShardWriter
@@ -253,6 +253,21 @@ def test_fetching_ahead_fills_the_cache_before_it_is_asked(serve, shards, tmp_pa
     assert server.requests == before
 
 
+def test_the_first_miss_brings_the_whole_set_where_it_fits(serve, shards, tmp_path):
+    server = serve()
+    index, cache = open_remote(server.url, settings(tmp_path / "a", ahead=2))
+    cache.open_shard(index.shards[4])
+    end = time.monotonic() + 10
+    while len(list(cache.folder.glob("*.npy"))) < 6 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(list(cache.folder.glob("*.npy"))) == 6
+    assert server.requests == 1 + 6 * 3  # the index, and each of 3 ranges once
+    index, small = open_remote(server.url, settings(tmp_path / "b", max_bytes=4 * 8128, ahead=2))
+    small.open_shard(index.shards[4])
+    time.sleep(0.2)
+    assert [path.name for path in small.folder.glob("*.npy")] == ["shard-00004.npy"]
+
+
 def test_a_failure_ahead_is_reported_by_the_one_who_needs_the_shard(serve, tmp_path):
     server = serve(lambda path, number: "404" if "00003.npy" in path else "")
     index, cache = open_remote(server.url, settings(tmp_path, ahead=2))
@@ -377,6 +392,9 @@ def test_policies_out_of_range():
     for wrong in ({"attempts": 0}, {"timeout": 0}, {"range_bytes": 0}, {"backoff": -1}):
         with pytest.raises(ValueError, match="must be above 0"):
             FetchPolicy(**wrong)
+    index, open_shard = open_set("bundled")
+    assert index.checksum == load_index("bundled").checksum
+    assert open_shard is None
     assert is_remote("s3://a/b")
     assert not is_remote("/data/set")
     assert ObjectStore("http://x/y/", QUICK).url == "http://x/y"
