@@ -128,10 +128,16 @@ class Rollback:
     def choose(self, trainer: Trainer, before: int) -> Target | None:
         """Return the newest trusted state taken before attempted step ``before``, in memory or on disk.
 
-        A retry at the same place goes back beyond the target of the try before.
+        A retry at the same place goes back beyond the target of the try before, where there is anything older;
+        otherwise the same state is tried again with a wider stretch of data passed by.
         """
         if self.guard.retries.count > 1 and self.last_target >= 0:
-            before = min(before, self.last_target)
+            older = self._newest(trainer, min(before, self.last_target))
+            if older is not None:
+                return older
+        return self._newest(trainer, before)
+
+    def _newest(self, trainer: Trainer, before: int) -> Target | None:
         in_memory = self.guard.ring.newest_good(before)
         files: list[tuple[int, Path]] = []
         if trainer.is_global_zero:

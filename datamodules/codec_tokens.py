@@ -6,13 +6,16 @@ Lightning drops a loader's state when `trainer.estimated_stepping_batches` was r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 
 from datamodules.loader import FixedLoader, TokenLoader
 from datamodules.shards import load_index
+from datamodules.shuffle_quality import shuffle_quality
 from datamodules.stream import BadShards, ShardSet, TokenStream, used_codebooks
 
 
@@ -105,6 +108,12 @@ class CodecTokens(L.LightningDataModule):
         if self.train_loader is None or (self.train_loader.rank, self.train_loader.world) != (rank, world):
             state = self._pending or (self.train_loader.state_dict() if self.train_loader else None)
             stream = self._stream("train")
+            if self._shuffle_shards:
+                whole = dataclasses.replace(stream.order, shuffle_shards=0)
+                rank_zero_info(
+                    f"data.shuffle_shards={self._shuffle_shards}: {shuffle_quality(stream.order)}"
+                    f" (a global shuffle: {shuffle_quality(whole)})"
+                )
             self.train_loader = TokenLoader(
                 stream,
                 rank=rank,

@@ -5,7 +5,7 @@ Legend: B clips of one rank's batch, M clips planned at once, G clips of a globa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,13 @@ class Planner:
         table: the clips.
         order: their order.
         frame_bytes: bytes of one frame of all codebooks.
+        on_plan: told the shards of each planned run and of the next one, in the order of their first use.
     """
 
-    def __init__(self, table: ClipTable, order: Order, frame_bytes: int) -> None:
+    def __init__(
+        self, table: ClipTable, order: Order, frame_bytes: int, on_plan: Callable[[list[int]], None] | None = None
+    ) -> None:
+        self._on_plan = on_plan
         self.table, self.order, self.frame_bytes = table, order, frame_bytes
         self._ragged = bool((table.track_frames < table.num_frames).any())
         self._key = (-1, 0, 0)
@@ -67,10 +71,10 @@ class Planner:
         span = max(1, PLAN_CLIPS // max(share, 1))
         key = (batch_number // span, rank, world)
         if self._run is None or self._key != key:
-            positions = [
-                self.order.positions(number, rank, world) for number in range(key[0] * span, (key[0] + 1) * span)
-            ]
-            self._run, self._key = self._at(np.concatenate(positions)), key
+            self._run, self._key = self._planned_run(key[0], span, rank, world), key
+            if self._on_plan is not None:
+                coming = self._planned_run(key[0] + 1, span, rank, world)
+                self._on_plan(list(dict.fromkeys(self._run.shards + coming.shards)))
         low = batch_number % span * share
         return self._run.part(low, low + share)
 
@@ -106,7 +110,9 @@ class Planner:
         bits_M = self.order.crop_bits(sample_M, plan.epoch_M)
         return self._planned(position_M, sample_M, plan.epoch_M, seeds_M, bits_M), changed
 
-    def _at(self, position_M: Int64) -> Plan:
+    def _planned_run(self, run: int, span: int, rank: int, world: int) -> Plan:
+        numbers = range(run * span, (run + 1) * span)
+        position_M = np.concatenate([self.order.positions(number, rank, world) for number in numbers])
         sample_M, epoch_M = self.order.samples(position_M)
         seeds_M, bits_M = self.order.mask_seeds(position_M), self.order.crop_bits(sample_M, epoch_M)
         return self._planned(position_M, sample_M, epoch_M, seeds_M, bits_M)

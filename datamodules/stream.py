@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from datamodules.order import Order
 from datamodules.permutation import Int64
 from datamodules.plan import COLUMNS, Plan, Planner
 from datamodules.shard_files import BadShardError, Codes, OpenShard, ShardFile, ShardFiles
-from datamodules.shards import ShardIndex, load_index, resolve_root
+from datamodules.shards import Shard, ShardIndex, load_index, resolve_root
 
 Batch = dict[str, Any]
 CONSTANT_SHARE = 0.9
@@ -36,12 +36,14 @@ class ShardSet:
         weight: relative share in a mixture.
         index: its index; read from `path` where None.
         open_shard: gives the local path of a shard (a cache in front of an object store); None reads `path`.
+        fetch_ahead: told which shards will be needed, in the order of their first use.
     """
 
     path: str
     weight: float = 1.0
     index: ShardIndex | None = None
     open_shard: OpenShard | None = None
+    fetch_ahead: Callable[[Sequence[Shard]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class TokenStream:
         self._files = ShardFiles(_shard_files(sets, indexes, self.table), self.codec, verify=verify, whole=whole)
         self._check_files()
         self._warn_of_constant_codes()
-        self._planner = Planner(self.table, self.order, self._files.frame_bytes)
+        self._fetch_ahead = [part.fetch_ahead for part in sets]
+        on_plan = self._on_plan if any(self._fetch_ahead) else None
+        self._planner = Planner(self.table, self.order, self._files.frame_bytes, on_plan)
         self._whole_planner = Planner(self.table, self.order, self._files.frame_bytes)  # of all ranks' clips
 
     @property
@@ -191,6 +195,12 @@ class TokenStream:
         batch["batch_number"] = batch_number
         batch["num_substituted"] = num_substituted
         return batch
+
+    def _on_plan(self, shards: list[int]) -> None:
+        """Tell the caches which shards come next; called when a run of batches is planned."""
+        for part, fetch_ahead in enumerate(self._fetch_ahead):
+            if fetch_ahead is not None:
+                fetch_ahead([self._files.files[n].shard for n in shards if self.table.shards[n][0] == part])
 
     def _read(self, plan: Plan) -> Codes:
         return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)

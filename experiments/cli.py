@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import set_parsing_settings
@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.checkpoint_files import GuardedCheckpoint
 from callbacks.fault_injection import FaultInjection
@@ -30,6 +31,18 @@ USER_ERRORS = (ValueError, FileNotFoundError, MisconfigurationException, Trainin
 
 # Late, relative interpolation: with the plain mode a value overridden on the command line leaves stale copies behind.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says what is wrong in one line, below a short usage; ``JSONARGPARSE_DEBUG=true`` gives a stack trace instead."""
+
+    def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
+        """Print one line and exit with status 2."""
+        if os.environ.get("JSONARGPARSE_DEBUG"):
+            super().error(message, *args, **kwargs)
+        print(f"usage: {self.usage}" if self.usage else "", file=sys.stderr)
+        print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 class ExperimentCLI(LightningCLI):
@@ -78,7 +91,7 @@ def report_changes(path: str, model: dict[str, Any]) -> None:
             if (list(old) if isinstance(old, tuple) else old) != (list(new) if isinstance(new, tuple) else new):
                 wins = "the optimizer goes on with the checkpoint's" if section == "optimizer" else "the latter is used"
                 rank_zero_warn(
-                    f"resuming {path}: model.{section}.{key} is {old} in the checkpoint and {new} in the configuration; "
+                    f"resuming {path}: model.{section}.{key} is {old} in the checkpoint, {new} in the configuration; "
                     + wins
                 )
 
@@ -102,6 +115,7 @@ def run(args: list[str]) -> ExperimentCLI:
     return ExperimentCLI(
         AcousticMLM,
         CodecTokens,
+        parser_class=OneLineParser,
         auto_configure_optimizers=False,
         seed_everything_default=0,
         save_config_callback=SaveRunConfig,
@@ -114,11 +128,13 @@ def run(args: list[str]) -> ExperimentCLI:
 def main(args: list[str]) -> int:
     """Run one verb; a mistake of the user's, or a run given up, is one line on stderr and a non-zero status."""
     try:
-        cli = run(args)
+        run(args)
+    except SIGTERMException:  # a preempted job: the checkpoint is written, and the scheduler must see what happened
+        return 143
     except USER_ERRORS as error:
         if os.environ.get("BALLAST_DEBUG"):
             raise
         first = str(error).strip().splitlines()
         print(f"error: {first[0] if first else type(error).__name__}", file=sys.stderr)
         return 1
-    return 143 if cli.trainer.received_sigterm else 0
+    return 0

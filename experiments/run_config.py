@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 ID_FILE = "wandb_run_id"
 
@@ -28,8 +29,13 @@ class SaveRunConfig(SaveConfigCallback):
         while path.exists():
             number += 1
             path = folder / f"config_resume_{number}.yaml"
-        self.parser.save(self.config, path, skip_none=False, multifile=False)
-        whole: dict[str, Any] = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+        try:
+            text = self.parser.dump(self.config, skip_none=False)
+        except yaml.YAMLError as error:  # some classes have default values that YAML cannot express
+            rank_zero_warn(f"the configuration is not saved to {path}: {error}")
+            return
+        path.write_text(text)
+        whole: dict[str, Any] = yaml.safe_load(text)
         for logger in trainer.loggers:
             logger.log_hyperparams(whole)
 

@@ -192,6 +192,13 @@ def test_arguments_are_readable_before_setup_and_refused_by_name(tmp_path):
             CodecTokens(**bad).train_dataloader()
 
 
+def test_block_shuffle_prints_its_quality(caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        CodecTokens(shuffle_shards=1).train_dataloader()
+    assert "data.shuffle_shards=1: 1.0 shards a batch" in caplog.text
+    assert "(a global shuffle: 1.0 shards a batch" in caplog.text  # the bundled set has one training shard
+
+
 def test_mixture_argument(whole):
     module = CodecTokens(sets=[{"path": "bundled", "weight": 0.7}, {"path": "bundled", "weight": 0.3}])
     batch = next(iter(module.train_dataloader()))

@@ -416,6 +416,30 @@ def test_skipping_has_a_bound(root, tmp_path):
         BadShards("ignore")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cache_in_front_serves_the_same_and_is_told_what_comes(root, whole, tmp_path, workers):
+    told: list[str] = []
+
+    def fetch(shard: Any) -> Path:
+        target = tmp_path / shard.file
+        target.write_bytes((root / shard.file).read_bytes())  # no offsets file beside it
+        return target
+
+    def ahead(shards: Any) -> None:
+        told.extend(shard.file for shard in shards)
+
+    part = ShardSet("s3://bucket/set", index=load_index(root), open_shard=fetch, fetch_ahead=ahead)
+    stream = TokenStream([part], num_frames=CLIP, global_batch=BATCH, seed=5)
+    source = iter(TokenLoader(stream, num_workers=workers, start_method="fork" if workers else None))
+    state = TokenLoader(stream_of(root)).state_dict()
+    assert TokenLoader(stream).state_dict() == state  # a checkpoint moves between a folder and a store
+    assert [facts([next(source)]) for _ in range(EPOCH)] == whole[:EPOCH]
+    train = [shard.file for shard in load_index(root).of_split("train")]
+    if not workers:
+        assert sorted(told) == sorted(train)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(train)
+
+
 def test_a_dead_codebook_warns(tmp_path):
     codes = np.random.default_rng(0).integers(0, 64, (4, 500))
     codes[2] = 7

@@ -9,6 +9,7 @@ from datamodules.clips import clip_table
 from datamodules.order import PERIOD, Order, mixture_quotas, next_unskipped
 from datamodules.permutation import below, hash_words, mix, permute
 from datamodules.shards import Codec, Shard, ShardIndex, Track
+from datamodules.shuffle_quality import shuffle_quality
 
 CODEC = Codec("test", 24000, 75.0, 4, 64, {})
 
@@ -211,3 +212,20 @@ def test_numbers_out_of_range_are_refused_by_name():
             order_of(100, value if key == "batch" else 10, **more)
     with pytest.raises(ValueError, match="not divisible by 3 ranks"):
         order_of(100, 10).positions(0, 0, 3)
+
+
+def test_shuffle_quality_tells_a_block_shuffle_from_a_global_one():
+    bounds = tuple(range(0, 64_001, 1000))
+
+    def quality(window: int):
+        order = Order((0, 64_000), bounds, seed=2, global_batch=64, shuffle_shards=window)
+        return shuffle_quality(order)
+
+    whole, blocks, one = quality(0), quality(8), quality(1)
+    assert whole.shards == pytest.approx(64 * (1 - (1 - 1 / 64) ** 64), rel=0.03)
+    assert whole.near == pytest.approx(1 - (1 - 20 / 64_000) ** 63, abs=0.01)
+    assert whole.spread == pytest.approx(1, abs=0.15)
+    assert 7 < blocks.shards <= 9  # a batch may straddle two windows
+    assert blocks.near == pytest.approx(1 - (1 - 20 / 8000) ** 63, abs=0.02)
+    assert 1 <= one.shards < 1.2
+    assert whole.spread < blocks.spread < one.spread

@@ -272,7 +272,8 @@ class HubertJob(nn.Module):
         for k, head in enumerate(self.heads):
             target = codes_BKT[:, k].masked_fill(~mask_BT, -100)
             total = total + F.cross_entropy(head(hidden_BTD).flatten(0, 1).float(), target.flatten())
-        return total
+        summed: Tensor = total
+        return summed
 
 
 def whole_hubert(bench: Bench, size: Size) -> Step:
@@ -280,7 +281,12 @@ def whole_hubert(bench: Bench, size: Size) -> Step:
     config = size.config()
     job = HubertJob(size, config)
     codes_BKT, mask_BT, _ = _tokens(bench, size, config)
-    return bench.step([job], lambda: job(codes_BKT, mask_BT), clip=1.0)
+
+    def loss() -> Tensor:
+        total: Tensor = job(codes_BKT, mask_BT)
+        return total
+
+    return bench.step([job], loss, clip=1.0)
 
 
 # Options priced against plain Pre-Norm; position "rope" acts in attention and is priced there.

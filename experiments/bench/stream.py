@@ -98,7 +98,7 @@ def _stream(folder: Path, batch: int) -> TokenStream:
 
 
 def _first_batch(folder: Path, batch: int) -> Row:
-    """Seconds from nothing (not even the index read) to the first batch, its blocks hashed; page cache warm and cold."""
+    """Seconds from nothing (no index read) to the first batch, its blocks hashed; page cache warm and cold."""
     times: dict[str, list[float]] = {"warm": [], "cold": []}
     for name, _ in itertools.product(times, range(7)):
         if name == "cold":
@@ -334,7 +334,7 @@ def _cpu_of_all() -> float:
 
 
 def _seek(folder: Path, batch: int) -> list[Row]:
-    """Milliseconds from `load_state_dict` to the batch, at position 0 and far out: a rewind, and a resume from nothing."""
+    """Milliseconds from `load_state_dict` to the batch: a rewind, and a resume from nothing."""
     loader = TokenLoader(_stream(folder, batch))
     rows = []
     for position in (0, 10**4, 10**6, FAR):
@@ -350,7 +350,7 @@ def _seek(folder: Path, batch: int) -> list[Row]:
             fresh.load_state_dict(state)
             next(iter(fresh))
             resumes.append(time.perf_counter() - start)
-            next(loader_elsewhere(loader))
+            next(_elsewhere(loader))
         rows.append(
             {
                 "position": position,
@@ -361,7 +361,7 @@ def _seek(folder: Path, batch: int) -> list[Row]:
     return rows
 
 
-def loader_elsewhere(loader: TokenLoader) -> Iterator[object]:
+def _elsewhere(loader: TokenLoader) -> Iterator[object]:
     """The loader moved far from where it was, so that the next rewind finds nothing planned."""
     loader.load_state_dict({**loader.state_dict(), "batch_number": 123_456_789})
     return iter(loader)
@@ -393,7 +393,7 @@ def _order_of_1e8() -> Row:
 
 
 def _memory(folder: Path, small: Path, args: argparse.Namespace) -> Row:
-    """Resident megabytes of a process that served 300 batches, over those of one that imported the same, by set size."""
+    """Resident megabytes of a process that served 300 batches, over those of one that only imported, by set size."""
     _make_set(small, args.gigabytes / 8)
     sizes = {}
     for name, path in (("none", ""), ("an eighth", str(small)), ("whole", str(folder))):
