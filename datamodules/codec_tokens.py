@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypedDict
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from datamodules.loader import FixedLoader, TokenLoader
 from datamodules.shards import load_index
@@ -30,7 +31,8 @@ class CodecTokens(L.LightningDataModule):
     """Crops of codec tokens, exact under every resume, rewind and rescale.
 
     Args:
-        data_dir: folder of a shard set, or "bundled" for the music inside the package. Ignored where `sets` is given.
+        data_dir: folder or URL (s3://, gs://, http://) of a shard set, or "bundled" for the music inside the package.
+            Ignored where `sets` is given.
         sets: a mixture of shard sets, e.g. `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`.
         num_frames: T, frames of a clip.
         global_batch: clips of one micro-batch over all ranks; each rank gets `global_batch / world_size`.
@@ -52,6 +54,9 @@ class CodecTokens(L.LightningDataModule):
         test_split: name of the test split; None takes the validation split.
         val_batch: clips of one validation batch on each rank; None for the training share.
         val_clips: validate on this many clips, spread evenly over the split; None for all.
+        cache_dir: where shards of a URL are kept, on a local disk; shared by the ranks of a machine.
+        cache_gb: the cache never holds more.
+        storage_options: for the URL's fsspec filesystem (keys, endpoint, ...).
 
     Raises:
         FileNotFoundError: a folder or index is absent.
@@ -80,9 +85,13 @@ class CodecTokens(L.LightningDataModule):
         test_split: str | None = None,
         val_batch: int | None = None,
         val_clips: int | None = None,
+        cache_dir: str = "~/.cache/ballast/shards",
+        cache_gb: float = 64.0,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._sets = _shard_sets(data_dir, sets)
+        remote = RemoteSettings(cache_dir, cache_gb, storage_options or {}, shuffled_in_blocks=shuffle_shards > 0)
+        self._sets = _shard_sets(sets or [{"path": data_dir}], remote)
         self._bad = BadShards(on_bad_shard, max_bad_shards)
         self._num_frames, self._global_batch, self._seed = num_frames, global_batch, seed
         self._min_frames, self._verify, self._shuffle_shards = min_frames, verify, shuffle_shards
@@ -196,8 +205,36 @@ class CodecTokens(L.LightningDataModule):
         return FixedLoader(self._stream(role, 1), batch, rank=rank, world=world, max_clips=self._val_clips)
 
 
-def _shard_sets(data_dir: str, sets: list[SetArguments] | None) -> list[ShardSet]:
-    rows = sets or [{"path": data_dir}]
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """How shards of a URL are kept; see the arguments of `CodecTokens`."""
+
+    cache_dir: str
+    cache_gb: float
+    storage_options: Mapping[str, Any]
+    shuffled_in_blocks: bool
+
+
+def _shard_sets(rows: list[SetArguments], remote: RemoteSettings) -> list[ShardSet]:
     if bad := [row for row in rows if set(row) - {"path", "weight"} or "path" not in row]:
         raise ValueError(f"data.sets: each needs a path and may have a weight, got {bad[0]}")
-    return [ShardSet(row["path"], float(row.get("weight", 1.0)), load_index(row["path"])) for row in rows]
+    return [_shard_set(row["path"], float(row.get("weight", 1.0)), remote) for row in rows]
+
+
+def _shard_set(path: str, weight: float, remote: RemoteSettings) -> ShardSet:
+    if "://" not in path:
+        return ShardSet(path, weight, load_index(path))
+    from datamodules.object_fetch import FetchPolicy  # needs fsspec, an extra
+    from datamodules.remote import CacheSettings, open_remote
+
+    policy = FetchPolicy(storage_options=dict(remote.storage_options))
+    room = int(remote.cache_gb * 1e9)
+    index, cache = open_remote(path, CacheSettings(folder=Path(remote.cache_dir), max_bytes=room, policy=policy))
+    needed = sum(shard.bytes for shard in index.shards)
+    if needed > room and not remote.shuffled_in_blocks:
+        rank_zero_warn(
+            f"data.cache_gb={remote.cache_gb}: {path} has {needed / 1e9:.1f} GB and every batch draws from all of it:"
+            " shards will be fetched again and again; give the cache more room, or set data.shuffle_shards"
+        )
+    ahead = cache.fetch_ahead if needed <= room or remote.shuffled_in_blocks else None
+    return ShardSet(path, weight, index, cache.open_shard, ahead)

@@ -198,9 +198,10 @@ class TokenStream:
 
     def _on_plan(self, shards: list[int]) -> None:
         """Tell the caches which shards come next; called when a run of batches is planned."""
+        window = 2 * self.order.shuffle_shards or len(shards)  # what comes later would push these out of a cache
         for part, fetch_ahead in enumerate(self._fetch_ahead):
             if fetch_ahead is not None:
-                fetch_ahead([self._files.files[n].shard for n in shards if self.table.shards[n][0] == part])
+                fetch_ahead([self._files.files[n].shard for n in shards[:window] if self.table.shards[n][0] == part])
 
     def _read(self, plan: Plan) -> Codes:
         return self._files.gather(plan.shards, plan.starts, plan.sizes, self.table.num_frames)

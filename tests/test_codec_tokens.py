@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 
 from datamodules.codec_tokens import CodecTokens
+from datamodules.shard_writer import ShardWriter
+from datamodules.shards import BUNDLED, Codec
 
 BATCH = 32
 EPOCH = 16  # batches of the bundled training split
@@ -190,6 +193,37 @@ def test_arguments_are_readable_before_setup_and_refused_by_name(tmp_path):
     for bad in ({"num_frames": 0}, {"global_batch": 0}, {"global_batch": 100_000}, {"shuffle_shards": -1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             CodecTokens(**bad).train_dataloader()
+
+
+def test_a_url_serves_what_the_folder_serves(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for path in BUNDLED.iterdir():
+        store.pipe_file(f"/music/{path.name}", path.read_bytes())
+    settings = {"data_dir": "memory://music", "cache_dir": str(tmp_path)}
+    local, remote = data().train_dataloader(), data(**settings).train_dataloader()
+    assert local.state_dict() == remote.state_dict()
+    for a, b, _ in zip(local, remote, range(EPOCH), strict=False):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert any(tmp_path.rglob("shard-00000.npy"))
+    with pytest.raises(ValueError, match="cache of 1000000 bytes"):
+        data(**settings, cache_gb=0.001)
+
+
+def test_a_cache_smaller_than_the_set_warns(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    with ShardWriter(tmp_path / "set", Codec("test", 24000, 75.0, 4, 64, {}), 8000) as writer:
+        for i in range(12):
+            writer.add(np.random.default_rng(i).integers(0, 64, (4, 1000)), f"t{i}")
+    store = fsspec.filesystem("memory")
+    for path in (tmp_path / "set").iterdir():
+        store.pipe_file(f"/small/{path.name}", path.read_bytes())
+    settings = {"data_dir": "memory://small", "cache_dir": str(tmp_path / "cache"), "cache_gb": 6e-5, "global_batch": 4}
+    with pytest.warns(UserWarning, match="fetched again and again"):
+        module = data(**settings)
+    local = data(**{**settings, "data_dir": str(tmp_path / "set")}).train_dataloader()
+    for a, b, _ in zip(local, module.train_dataloader(), range(6), strict=False):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_block_shuffle_prints_its_quality(caplog):

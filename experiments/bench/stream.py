@@ -7,6 +7,7 @@ interleaved rounds; ratios are medians over the rounds. CPU time is the steadier
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -44,6 +45,10 @@ def main(argv: list[str]) -> int:
     """Run the benchmark; returns the exit status."""
     args = _arguments(argv)
     console = Console()
+    if args.scale:
+        from experiments.bench import stream_scale
+
+        return stream_scale.run(args)
     if args.memory_of is not None:
         print(_resident_after(args.memory_of, args.batch))
         return 0
@@ -74,6 +79,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds (default 40)")
     parser.add_argument("--scratch", help="folder for the synthetic set (default: the system's)")
     parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--scale", action="store_true", help="simulate a set of --hours on --ranks instead")
+    parser.add_argument("--hours", type=int, default=160_000, help="of the simulated set (default 160000)")
+    parser.add_argument("--ranks", type=int, default=1024, help="of the simulated run (default 1024)")
+    parser.add_argument("--global-batch", type=int, default=8192, help="of the simulated run (default 8192)")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -219,13 +228,26 @@ def _torchdata(folder: Path, batch: int) -> Source:
     return _loop(itertools.chain.from_iterable(itertools.repeat(loader)), warm_up=20)
 
 
+@functools.cache
+def _clips(folder: str) -> _Clips:
+    return _Clips(Path(folder))
+
+
+def _one_clip(item: int, folder: str) -> np.ndarray[Any, np.dtype[np.int16]]:
+    clip: np.ndarray[Any, np.dtype[np.int16]] = _clips(folder).__getitems__([item])[0].numpy()
+    return clip
+
+
 def _litdata(folder: Path, batch: int) -> Source:
+    """The same clips as litdata's own chunks of 64 MB; written once, by one process."""
+    os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")
     import litdata
 
-    clips, out = _Clips(folder), folder.parent / "litdata"
-    if not out.exists():
-        writer = litdata.processing.functions.optimize  # numpy items, 64 MB chunks, as many clips as the set has
-        writer(lambda i: clips.__getitems__([i])[0].numpy(), list(range(len(clips))), str(out), chunk_bytes="64MB")
+    out = folder.parent / "litdata"
+    inputs = list(range(min(20_000, len(_Clips(folder)))))
+    litdata.optimize(
+        functools.partial(_one_clip, folder=str(folder)), inputs, str(out), chunk_bytes="64MB", num_workers=1
+    )
     loader = litdata.StreamingDataLoader(litdata.StreamingDataset(str(out), shuffle=True), batch_size=batch)
     return _loop(itertools.chain.from_iterable(itertools.repeat(loader)), warm_up=20)
 
