@@ -262,6 +262,16 @@ def test_killed_between_a_full_shard_and_its_closing(tmp_path, monkeypatch):
     assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("left", ["books.npz.tmp", "tokenize.json.tmp"])
+def test_killed_before_the_first_track(tmp_path, left):
+    write(tmp_path / "music" / "a.wav", 12, 24_000, 1)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / left).write_bytes(b"half")
+    for out in ("set", "whole"):
+        assert run(tmp_path / "music", "--out", tmp_path / out, *SMALL, "--val-fraction", "0") == 0
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
 @pytest.mark.slow
 def test_twenty_minutes_of_mixed_audio_killed_resumed_verified_and_trained_on(tmp_path):
     good, bad = mixed_folder(tmp_path / "music", 45.0, copies=3)  # 27 files, 20 minutes
