@@ -22,6 +22,11 @@ def test_a_fault_on_one_rank_is_rolled_back_bitwise_on_both(tmp_path: Path) -> N
     check_ranks(done.stdout, "[[48, 64]]")
 
 
+def test_reading_the_reduced_numbers_late_is_as_exact(tmp_path: Path) -> None:
+    done = run_ranks([RANKS, str(tmp_path), "--lag", "1"])
+    check_ranks(done.stdout, "[[12, 17]]")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "workers", "scheme", "data"),

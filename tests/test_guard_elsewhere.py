@@ -139,3 +139,18 @@ def test_no_callback_owns_an_attribute_that_lightning_overwrites() -> None:
 def test_wrong_options_name_their_key(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         SpikeGuard(**option)
+
+
+def test_a_norm_that_stays_out_of_range_is_refused_only_so_often(tmp_path: Path) -> None:
+    """When the weights are the cause, refusing every update would keep the run where it is for ever."""
+
+    class Steep(Stock):
+        def on_after_backward(self) -> None:
+            noise = 1.0 + 0.05 * ((self.seen * 7) % 11 - 5) / 5
+            self.layer.weight.grad.fill_(noise * (50.0 if 41 <= self.seen < 49 else 1.0))
+            self.layer.bias.grad.zero_()
+
+    guard = SpikeGuard(monitor="loss", action="veto", max_vetoes=2)
+    fit(Steep(), guard, tmp_path, max_epochs=1)
+    assert guard.counts["vetoed"] == 2
+    assert [r.attempt for r in guard.history if r.vetoed] == [40, 41]
