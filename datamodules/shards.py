@@ -330,11 +330,17 @@ def shard_from_json(row: dict[str, Any]) -> Shard:
 
 def typed(row: _Row) -> _Row:
     """Check the plain fields of a row by type: JSON that parses may still hold anything."""
-    for field in fields(row):
-        value, wanted = getattr(row, field.name), {"str": str, "int": int}.get(str(field.type))
-        if wanted is not None and type(value) is not wanted:
-            raise ValueError(f"{field.name} is {value!r}, not {field.type}")
+    for name, wanted in _PLAIN_FIELDS[type(row)]:
+        if type(getattr(row, name)) is not wanted:
+            raise ValueError(f"{name} is {getattr(row, name)!r}, not {wanted.__name__}")
     return row
+
+
+_PLAIN_TYPES: dict[str, type] = {"str": str, "int": int}
+_PLAIN_FIELDS = {
+    kind: [(field.name, _PLAIN_TYPES[str(field.type)]) for field in fields(kind) if str(field.type) in _PLAIN_TYPES]
+    for kind in (Track, Shard)
+}
 
 
 def _check_shards(codec: Codec, shards: tuple[Shard, ...]) -> None:
