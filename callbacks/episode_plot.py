@@ -1,4 +1,4 @@
-"""The picture of an episode: the loss with its baseline band, onset, decision and target; gradient norms as a heat map."""
+"""The picture of an episode: loss, baseline band, onset, decision and target; gradient norms as a heat map."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def _loss_panel(axes: Any, report: Mapping[str, Any]) -> None:
     axes.plot(steps, [number(s["value"]) for s in series], color="#0072B2", linewidth=1.2, label=report["monitor"])
     level, noise = number(verdict["baseline"]), number(verdict["scale"])
     if math.isfinite(level) and math.isfinite(noise):
-        axes.axhspan(level - 3 * noise, level + 3 * noise, color="#0072B2", alpha=0.12, label="baseline, 3 times the noise")
+        axes.axhspan(
+            level - 3 * noise, level + 3 * noise, color="#0072B2", alpha=0.12, label="baseline, 3 times the noise"
+        )
     refused = [s["attempt"] for s in series if s["vetoed"]]
     if refused:
         axes.plot(refused, [level] * len(refused), "x", color="#D55E00", label="update refused")
@@ -63,7 +65,9 @@ def _heat_panel(figure: Any, axes: Any, report: Mapping[str, Any]) -> None:
         return
     columns = zip(*table["norms"], strict=True)
     floor = 1e-12
-    logs = [[math.log10(max(v, floor)) if math.isfinite(v := number(x)) else math.nan for x in column] for column in columns]
+    logs = [
+        [math.log10(max(v, floor)) if math.isfinite(v := number(x)) else math.nan for x in column] for column in columns
+    ]
     steps = table["attempts"]
     image = axes.imshow(logs, aspect="auto", cmap="viridis", interpolation="nearest",
                         extent=(steps[0] - 0.5, steps[-1] + 0.5, len(logs) - 0.5, -0.5))  # fmt: skip

@@ -68,7 +68,10 @@ def blame(report: Mapping[str, Any]) -> dict[str, Any]:
         value = number(at_onset["rank_values"][rank])
         words = f"one bad rank: rank {rank} at {value:.2f}, the others at {statistics.mean(others):.2f}"
         return {"who": "rank", "words": words, "rank": rank}
-    return {"who": "batch", "words": "the whole batch: no single rank or sample stands out, which points to the weights"}
+    return {
+        "who": "batch",
+        "words": "the whole batch: no single rank or sample stands out, which points to the weights",
+    }
 
 
 def first_to_rise(report: Mapping[str, Any], lead: int = 10) -> dict[str, Any] | None:
@@ -107,5 +110,7 @@ def in_words(report: Mapping[str, Any]) -> str:
     )
     first = first_to_rise(report)
     if first is not None:
-        text += f" The gradient of {first['group']} rose first, at step {first['attempt']} ({first['times']:.1f} times)."
+        text += (
+            f" The gradient of {first['group']} rose first, at step {first['attempt']} ({first['times']:.1f} times)."
+        )
     return text

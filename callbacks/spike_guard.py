@@ -53,7 +53,7 @@ class SpikeGuard(Callback):
         ring_slots: snapshots kept in host memory, per rank.
         healthy_steps: attempted steps that must follow a snapshot before it is trusted.
         onset_margin: how many attempted steps before the onset a target must lie, since a cause precedes its effect.
-        max_vetoes: updates refused in a row for a finite norm out of range. Beyond that it is the weights, not the batch,
+        max_vetoes: updates refused in a row for a finite norm out of range. Beyond that the weights are the cause,
             and refusing keeps them where they are; non-finite ones are always refused.
         max_retries: rollbacks at one place before the run is stopped; each goes further back than the one before.
         clear_steps: accepted steps beyond the trouble after which it counts as overcome.

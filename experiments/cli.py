@@ -83,7 +83,6 @@ def report_changes(path: str, model: dict[str, Any]) -> None:
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("hyper_parameters", {})
     for section in ("optimizer", "encoder"):
         theirs, mine = saved.get(section), model.get(section)
-        theirs = vars(theirs) if theirs is not None and not isinstance(theirs, dict) else theirs
         for key in sorted(set(theirs or {}) & set(mine or {})):
             assert theirs is not None
             assert mine is not None

@@ -28,7 +28,9 @@ def find_report(path: Path) -> Path:
     """
     report = path if path.name == "report.json" else path / "report.json"
     if not report.is_file():
-        raise FileNotFoundError(f"{path}: no report.json; name the folder of an episode, such as runs/NAME/episodes/step_...")
+        raise FileNotFoundError(
+            f"{path}: no report.json; name the folder of an episode, such as runs/NAME/episodes/step_..."
+        )
     return report
 
 
@@ -41,7 +43,9 @@ def run_folder(report: Path) -> Path:
     for folder in report.resolve().parents:
         if (folder / "config.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"{report}: no config.yaml above it; the run's configuration is needed to rebuild its batches")
+    raise FileNotFoundError(
+        f"{report}: no config.yaml above it; the run's configuration is needed to rebuild its batches"
+    )
 
 
 def rebuild(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,7 +65,9 @@ def rebuild(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str, An
         batch = stream.batch(number)
         trained = sorted(i for ids in ranks.values() for i in ids)
         if trained and trained != sorted(batch["sample_id"].tolist()):
-            raise ValueError(f"batch {number}: the data gives other samples than the run was trained on; is it the same set?")
+            raise ValueError(
+                f"batch {number}: the data gives other samples than the run was trained on; is it the same set?"
+            )
         batches.append(batch)
     return batches
 
@@ -70,20 +76,20 @@ def rebuild(report: dict[str, Any], config: dict[str, Any]) -> list[dict[str, An
 def judge(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Return a batch's bits per codebook and per sample under the model's weights."""
     from lightning_modules.heads import gather_frames, gather_targets
-    from lightning_modules.losses import masked_cross_entropy, nats_to_bits
+    from lightning_modules.losses import nats_to_bits, sample_bits
     from lightning_modules.masking import masked_indices, span_mask
 
     codes_BKT = batch["codes"]
-    mask_BT = span_mask(batch["mask_seed"], batch["num_frames"], codes_BKT.shape[-1], prob=model.mask_prob, length=model.mask_length)
+    mask_BT = span_mask(
+        batch["mask_seed"], batch["num_frames"], codes_BKT.shape[-1], prob=model.mask_prob, length=model.mask_length
+    )
     index_M = masked_indices(mask_BT)
     hidden_BTD = model.encoder(codes_BKT, mask_BT, batch["num_frames"])
-    logits_KMV = model.heads(gather_frames(hidden_BTD, index_M))
-    targets_KM = gather_targets(codes_BKT, index_M)
-    nats_K, count = masked_cross_entropy(logits_KMV, targets_KM)
-    samples = model._sample_bits({"mask": mask_BT, "index": index_M}, logits_KMV, targets_KM)
+    losses = model.heads.losses(gather_frames(hidden_BTD, index_M), gather_targets(codes_BKT, index_M))
+    samples = sample_bits(losses.nats_KM[0], index_M, mask_BT.shape)
     return {
         "batch_number": batch["batch_number"],
-        "codebook_bits": (nats_to_bits(nats_K) / count).tolist(),
+        "codebook_bits": (nats_to_bits(losses.nats_K) / losses.frames).tolist(),
         "sample_bits": samples.tolist(),
         "sample_id": batch["sample_id"].tolist(),
         "track_id": batch["track_id"].tolist(),
@@ -147,7 +153,12 @@ def main(argv: list[str]) -> int:
     table = Table("batch", "bits, codebook 0", "worst sample", "its bits", "track", "frame")
     for row in found["batches"]:
         worst = max(range(len(row["sample_bits"])), key=lambda i: row["sample_bits"][i])
-        cells = (row["sample_id"][worst], f"{row['sample_bits'][worst]:.2f}", row["track_id"][worst], row["start"][worst])
+        cells = (
+            row["sample_id"][worst],
+            f"{row['sample_bits'][worst]:.2f}",
+            row["track_id"][worst],
+            row["start"][worst],
+        )
         table.add_row(str(row["batch_number"]), f"{row['codebook_bits'][0]:.2f}", *(str(c) for c in cells))
     console = Console()
     console.print(found["words"])

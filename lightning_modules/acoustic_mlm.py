@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,20 @@ from torch.optim import Optimizer
 from lightning_modules import health
 from lightning_modules.codebook_metrics import CodebookMetric
 from lightning_modules.encoder import Encoder, EncoderConfig, check_codes, compile_blocks
+from lightning_modules.fused_heads import HeadLosses
 from lightning_modules.heads import build_heads, gather_frames, gather_targets
-from lightning_modules.losses import correct_codes, masked_cross_entropy, mean_loss, nats_to_bits, z_loss
+from lightning_modules.losses import mean_loss, nats_to_bits, sample_bits
 from lightning_modules.masking import mask_count, masked_indices, span_mask, unmasked_indices
 from lightning_modules.optimization import OptimizerConfig
 
-# Hyperparameters are kept in the checkpoint; these two load under weights-only loading.
-torch.serialization.add_safe_globals([EncoderConfig, OptimizerConfig])
-
 Batch = dict[str, Any]
 masked_frames = lru_cache(maxsize=4096)(mask_count)  # the masked frames of a clip depend on its length alone
+Config = TypeVar("Config", EncoderConfig, OptimizerConfig)
+
+
+def as_config(kind: type[Config], value: Any) -> Config:
+    """Return ``value`` as a configuration; a checkpoint holds it as a dictionary."""
+    return kind(**value) if isinstance(value, dict) else value
 
 
 class AcousticMLM(LightningModule):
@@ -57,7 +61,18 @@ class AcousticMLM(LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        encoder, optimizer = as_config(EncoderConfig, encoder), as_config(OptimizerConfig, optimizer)
+        # Plain values: they load under weights-only loading, and loggers cannot take frozen dataclasses.
+        self.save_hyperparameters(
+            {
+                "encoder": asdict(encoder),
+                "optimizer": asdict(optimizer),
+                "mask_prob": mask_prob,
+                "mask_length": mask_length,
+                "health_every_n_steps": health_every_n_steps,
+                "compile": compile,
+            }
+        )
         self.config, self.optimizer_config = encoder, optimizer
         self.mask_prob, self.mask_length = mask_prob, mask_length
         self.health_every_n_steps = health_every_n_steps
@@ -111,12 +126,12 @@ class AcousticMLM(LightningModule):
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(hidden [B, T, D], logits [K, M, V], targets [K, M])`` of a prepared batch."""
+    def forward(self, batch: Batch) -> tuple[Tensor, HeadLosses]:
+        """Return ``(hidden [B, T, D], losses on masked frames)`` of a prepared batch."""
         seed = int(batch.get("batch_number", 0)) if self.config.layerdrop else None
-        hidden_BTD = self.encoder(batch["codes"], batch["mask"], batch["valid"], layerdrop_seed=seed)
-        logits_KMV = self.heads(gather_frames(hidden_BTD, batch["index"]))
-        return hidden_BTD, logits_KMV, gather_targets(batch["codes"], batch["index"])
+        hidden_BTD: Tensor = self.encoder(batch["codes"], batch["mask"], batch["valid"], layerdrop_seed=seed)
+        targets_KM = gather_targets(batch["codes"], batch["index"])
+        return hidden_BTD, self.heads.losses(gather_frames(hidden_BTD, batch["index"]), targets_KM)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Return the loss, and what a guard or a report may want: pooled sums and per-sample bits."""
@@ -125,31 +140,21 @@ class AcousticMLM(LightningModule):
             self._frames_of_window, self._window = [], None
         self._frames_of_window.append(batch["global_masked"])
         with health.probing(self.encoder, enabled=self._is_health_step()):
-            hidden_BTD, logits_KMV, targets_KM = self(batch)
-        nats_K, count = masked_cross_entropy(logits_KMV, targets_KM)
-        trained_K = nats_K + self.config.z_loss * z_loss(logits_KMV) if self.config.z_loss else nats_K
+            hidden_BTD, losses = self(batch)
         # Every micro-batch is divided by the first one's count; `on_after_backward` puts right what differs.
-        loss = mean_loss(trained_K, self._frames_of_window[0], self.trainer.world_size)
-        correct_K = correct_codes(logits_KMV, targets_KM)
-        self._add_to_window(nats_K.detach(), correct_K, count)
+        loss = mean_loss(losses.objective_K, self._frames_of_window[0], self.trainer.world_size)
+        nats_K = losses.nats_K
+        self._add_to_window(nats_K, losses.correct_K, losses.frames)
         if not self.trainer.fit_loop._should_accumulate():
-            self._log_step(batch, hidden_BTD.detach(), logits_KMV.detach(), targets_KM)
-        bits_K = nats_to_bits(nats_K.detach())
+            self._log_step(batch, hidden_BTD.detach())
+        bits_K = nats_to_bits(nats_K)
+        count = bits_K.new_full((), losses.frames)
         return {
             "loss": loss,
-            "sums": {f"train/bits_codebook_{k}": (bits_K[k], bits_K.new_full((), count)) for k in range(len(bits_K))},
-            "codebook_bits": bits_K / max(1, count),
-            "sample_bits": self._sample_bits(batch, logits_KMV.detach(), targets_KM),
+            "sums": {f"train/bits_codebook_{k}": (bits_K[k], count) for k in range(len(bits_K))},
+            "codebook_bits": bits_K / max(1, losses.frames),
+            "sample_bits": sample_bits(losses.nats_KM[0], batch["index"], batch["mask"].shape),
         }
-
-    @staticmethod
-    def _sample_bits(batch: Batch, logits_KMV: Tensor, targets_KM: Tensor) -> Tensor:
-        """Mean bits on codebook 0 of each clip, `[B]`."""
-        clips, frames = batch["mask"].shape
-        nats_M = torch.nn.functional.cross_entropy(logits_KMV[0].float(), targets_KM[0], reduction="none")
-        sums_B2 = nats_M.new_zeros(clips, 2)
-        sums_B2.index_add_(0, batch["index"] // frames, torch.stack([nats_M, torch.ones_like(nats_M)], dim=1))
-        return nats_to_bits(sums_B2[:, 0] / sums_B2[:, 1].clamp(min=1))
 
     def on_after_backward(self) -> None:
         """Make the accumulated gradient the mean over all masked frames of the step, however they were spread."""
@@ -198,9 +203,8 @@ class AcousticMLM(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add one batch of the fixed validation clips, with their fixed masks."""
-        _, logits_KMV, targets_KM = self(batch)
-        nats_K, count = masked_cross_entropy(logits_KMV, targets_KM)
-        self.metrics.update(nats_K, correct_codes(logits_KMV, targets_KM), count)
+        _, losses = self(batch)
+        self.metrics.update(losses.nats_K, losses.correct_K, losses.frames)
 
     test_step = validation_step
 
@@ -234,10 +238,10 @@ class AcousticMLM(LightningModule):
         sums = torch.cat([nats_K, correct_K.to(nats_K), nats_K.new_full((1,), count)])
         self._window = sums if self._window is None else self._window + sums
 
-    def _log_step(self, batch: Batch, hidden_BTD: Tensor, logits_KMV: Tensor, targets_KM: Tensor) -> None:
+    def _log_step(self, batch: Batch, hidden_BTD: Tensor) -> None:
         """Log the step's means over all ranks, on the steps that the loggers write."""
         if self._is_health_step():
-            self._log_health(batch, hidden_BTD, logits_KMV, targets_KM)
+            self._log_health(batch, hidden_BTD)
         if (self._attempt() + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         assert self._window is not None
@@ -255,30 +259,33 @@ class AcousticMLM(LightningModule):
         self.log_dict(rows, on_step=True, on_epoch=False)
         self.log("bits", rows["train/bits_codebook_0"], prog_bar=True, logger=False)
 
-    def _log_health(self, batch: Batch, hidden_BTD: Tensor, logits_KMV: Tensor, targets_KM: Tensor) -> None:
+    @torch.no_grad()
+    def _log_health(self, batch: Batch, hidden_BTD: Tensor) -> None:
         """Log rank 0's health signals: what tells why a run spiked."""
         rows: dict[str, Tensor] = {}
         largest_NH, rms_N = health.max_logits(self.encoder), self.encoder.block_rms_N
         for n in range(self.config.num_layers):
             rows[f"health/max_logit_{n:02d}"] = largest_NH[n].max()
-            if rms_N is not None:
-                rows[f"health/residual_rms_{n:02d}"] = rms_N[n]
-        masked = health.prediction_sums(logits_KMV, targets_KM)
-        index_U = batch["unmasked"]
-        with torch.no_grad():
-            seen = health.prediction_sums(
-                self.heads(gather_frames(hidden_BTD, index_U)), gather_targets(batch["codes"], index_U)
-            )
-        for k in range(self.config.num_codebooks):
-            rows[f"health/entropy_codebook_{k}"] = masked.entropy_K[k] / max(1, masked.frames)
-            rows[f"health/unmasked_accuracy_codebook_{k}"] = seen.correct_K[k] / max(1, seen.frames)
+            rows[f"health/residual_rms_{n:02d}"] = rms_N[n]
+        for name, index in (("masked", batch["index"]), ("unmasked", batch["unmasked"])):
+            logits_KMV = self.heads(gather_frames(hidden_BTD, index))
+            targets_KM = gather_targets(batch["codes"], index)
+            sums = health.prediction_sums(logits_KMV, targets_KM)
+            frames = max(1, sums.frames)
+            for k in range(self.config.num_codebooks):
+                rows[f"health/{name}_accuracy_codebook_{k}"] = sums.correct_K[k] / frames
+            if name == "masked":
+                size = self.config.codebook_size
+                dead_K = health.dead_codes(
+                    health.code_counts(targets_KM, size), health.code_counts(logits_KMV.argmax(dim=-1), size)
+                )
+                for k in range(self.config.num_codebooks):
+                    rows[f"health/entropy_bits_codebook_{k}"] = nats_to_bits(sums.entropy_K[k] / frames)
+                    rows[f"health/logit_norm_codebook_{k}"] = sums.logit_norm_K[k] / frames
+                    rows[f"health/dead_codes_codebook_{k}"] = dead_K[k].float()
         self.log_dict(rows, on_step=True, on_epoch=False)
 
     def configure_optimizers(self) -> Any:
         """AdamW over all parameters and its schedule, stepped with every optimizer step."""
         optimizer, schedule = self.optimizer_config.build(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the two configurations as plain values, for a logger."""
-        return {"encoder": asdict(self.config), "optimizer": asdict(self.optimizer_config)}

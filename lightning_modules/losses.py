@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["correct_codes", "cross_entropy_per_frame", "masked_cross_entropy", "mean_loss", "nats_to_bits", "z_loss"]
+__all__ = [
+    "correct_codes",
+    "cross_entropy_per_frame",
+    "masked_cross_entropy",
+    "mean_loss",
+    "nats_to_bits",
+    "sample_bits",
+    "z_loss",
+]
 
 
 def nats_to_bits(nats: Tensor) -> Tensor:
@@ -93,3 +101,17 @@ def mean_loss(nats_K: Tensor, global_count: Tensor | int, world_size: int = 1) -
     """
     count = torch.as_tensor(global_count, dtype=torch.float32, device=nats_K.device)
     return nats_K.sum() * world_size / count.clamp(min=1.0)
+
+
+def sample_bits(nats_M: Tensor, index_M: Tensor, shape_BT: tuple[int, int] | torch.Size) -> Tensor:
+    """Mean bits of each clip over its masked frames, `[B]`; 0 for a clip without any.
+
+    Args:
+        nats_M: cross entropy of each masked frame.
+        index_M: its place in the flattened ``[B * T]`` frames.
+        shape_BT: clips and frames.
+    """
+    clips, frames = shape_BT
+    sums_B2 = nats_M.new_zeros(clips, 2)
+    sums_B2.index_add_(0, index_M // frames, torch.stack([nats_M, torch.ones_like(nats_M)], dim=1))
+    return nats_to_bits(sums_B2[:, 0] / sums_B2[:, 1].clamp(min=1))

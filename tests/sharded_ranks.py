@@ -1,4 +1,4 @@
-"""Script for two ranks with sharded parameters (FSDP2): rolled back, compared with the run that never saw the batches."""
+"""Script for two ranks with sharded parameters (FSDP2): rolled back, and the run that never saw the batches."""
 
 from __future__ import annotations
 
@@ -48,10 +48,18 @@ def train(folder: Path, rows: Tensor, script: dict[int, int], bad: int) -> tuple
     )
     guard.detector = ScriptedDetector(script)
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_steps=20, use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[guard],
-        enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=20,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[guard],
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
     trainer.fit(Sharded(rows, bad))
     return trainer, guard
 
@@ -76,4 +84,6 @@ if __name__ == "__main__":
     kept = norms[:12] + norms[16:]
     equal = all(torch.equal(a, b) for a, b in zip(state(faulty), state(clean), strict=True))
     same_norms = kept == [r.gradient_norm for r in clean_guard.history]
-    print(f"RANK {faulty.global_rank} rollbacks={guard.counts['rollbacks']} equal={equal} norms={same_norms}", flush=True)
+    print(
+        f"RANK {faulty.global_rank} rollbacks={guard.counts['rollbacks']} equal={equal} norms={same_norms}", flush=True
+    )

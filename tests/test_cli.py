@@ -20,14 +20,42 @@ from experiments.__main__ import main
 from experiments.cli import CONFIGS
 
 BUNDLED = Path(datamodules.codec_tokens.__file__).parent / "bundled"
-TINY = ["--model.encoder.dim", "32", "--model.encoder.num_layers", "1", "--model.encoder.num_heads", "2",
-        "--model.encoder.ffn_dim", "32", "--data.num_frames", "32", "--data.global_batch", "4", "--data.val_clips", "4"]  # fmt: skip
+TINY = [
+    "--model.encoder.dim",
+    "32",
+    "--model.encoder.num_layers",
+    "1",
+    "--model.encoder.num_heads",
+    "2",
+    "--model.encoder.ffn_dim",
+    "32",
+    "--data.num_frames",
+    "32",
+    "--data.global_batch",
+    "4",
+    "--data.val_clips",
+    "4",
+]
 
 
 def fit(tmp_path: Path, *more: str) -> list[str]:
-    return ["fit", "-c", str(CONFIGS / "smoke.yaml"), *TINY, "--trainer.logger", "false", "--trainer.default_root_dir",
-            str(tmp_path / "run"), "--checkpoint.dirpath", str(tmp_path / "run/checkpoints"),
-            "--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", *more]  # fmt: skip
+    return [
+        "fit",
+        "-c",
+        str(CONFIGS / "smoke.yaml"),
+        *TINY,
+        "--trainer.logger",
+        "false",
+        "--trainer.default_root_dir",
+        str(tmp_path / "run"),
+        "--checkpoint.dirpath",
+        str(tmp_path / "run/checkpoints"),
+        "--trainer.enable_progress_bar",
+        "false",
+        "--trainer.enable_model_summary",
+        "false",
+        *more,
+    ]
 
 
 def complain(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -171,8 +199,17 @@ def test_a_user_s_callback_list_does_not_drop_the_guard(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    args = fit(tmp_path, "--model.optimizer.total_steps", "100000", "--checkpoint.every_n_train_steps", "5000",
-               "--trainer.val_check_interval", "100000", "--fault_injection.at_batch", "-1")  # fmt: skip
+    args = fit(
+        tmp_path,
+        "--model.optimizer.total_steps",
+        "100000",
+        "--checkpoint.every_n_train_steps",
+        "5000",
+        "--trainer.val_check_interval",
+        "100000",
+        "--fault_injection.at_batch",
+        "-1",
+    )
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments", *args], cwd=ROOT, env=environment, stdout=log, stderr=log
@@ -195,9 +232,13 @@ def test_the_smoke_run_leaves_what_a_user_looks_at(tmp_path: Path) -> None:
     """CSV, offline W&B, checkpoints and the episode of the declared fault; the figure is drawn from them."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "experiments", "fit", "-c", str(CONFIGS / "smoke.yaml")], cwd=tmp_path, env=environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "experiments", "fit", "-c", str(CONFIGS / "smoke.yaml")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     run = tmp_path / "runs/smoke"
     assert list(run.glob("wandb/offline-run-*/*.wandb"))

@@ -98,7 +98,9 @@ def test_replay_needs_a_loader_with_a_position(tmp_path: Path) -> None:
         fit(Stock(), SpikeGuard(monitor="loss", after=AfterRollback(data="replay")), tmp_path)
 
 
-def test_a_ring_too_large_for_the_host_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_too_large_for_the_host_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "host_memory_available", lambda: 100)
     with pytest.raises(ValueError, match=r"needs 0\.0 GiB.*0\.0 GiB are available"):
         fit(Stock(), SpikeGuard(monitor="loss"), tmp_path)
@@ -135,7 +137,10 @@ def test_no_callback_owns_an_attribute_that_lightning_overwrites() -> None:
         assert attribute not in vars(SpikeGuard(monitor="loss"))
 
 
-@pytest.mark.parametrize("option", [{"action": "explode"}, {"snapshot_every": -1}, {"healthy_steps": 0}, {"snapshot_budget": 2.0}, {"ring_slots": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [{"action": "explode"}, {"snapshot_every": -1}, {"healthy_steps": 0}, {"snapshot_budget": 2.0}, {"ring_slots": 1}],
+)
 def test_wrong_options_name_their_key(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         SpikeGuard(**option)

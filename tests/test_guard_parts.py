@@ -88,7 +88,13 @@ def test_memory_needed_counts_moments_slots_and_ranks() -> None:
 
 def test_grouped_norms_are_those_of_torch() -> None:
     torch.manual_seed(0)
-    net = nn.ModuleDict({"embedding": nn.Linear(3, 4), "blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "heads": nn.Linear(4, 2)})  # fmt: skip
+    net = nn.ModuleDict(
+        {
+            "embedding": nn.Linear(3, 4),
+            "blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
+            "heads": nn.Linear(4, 2),
+        }
+    )
     x = net["embedding"](torch.randn(5, 3))
     for block in net["blocks"]:
         x = block(x)
@@ -96,7 +102,9 @@ def test_grouped_norms_are_those_of_torch() -> None:
     norms = GroupedNorms(net.named_parameters())
     values = norms()
     assert norms.names == ["block_00", "block_01", "embedding", "heads"]
-    assert values[0] == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])), rel=1e-6)
+    assert values[0] == pytest.approx(
+        float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])), rel=1e-6
+    )
     block = torch.nn.utils.get_total_norm([p.grad for p in net["blocks"][1].parameters()])
     assert float(values[2]) == pytest.approx(float(block), rel=1e-6)
     assert group_of("final_norm.weight") == "other"
@@ -123,7 +131,16 @@ def test_reading_late_hands_reports_out_in_order() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("norm", "limit", "refused"), [(math.nan, math.inf, True), (math.inf, math.inf, True), (5.0, 4.0, True), (3.0, 4.0, False), (3.0, math.inf, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm", "limit", "refused"),
+    [
+        (math.nan, math.inf, True),
+        (math.inf, math.inf, True),
+        (5.0, 4.0, True),
+        (3.0, 4.0, False),
+        (3.0, math.inf, False),
+    ],
+)
 def test_a_refused_update_touches_nothing(fused: bool, norm: float, limit: float, refused: bool) -> None:
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
@@ -161,19 +178,37 @@ def test_ranges_are_merged() -> None:
     assert merge_ranges([[3, 5], [0, 1], [4, 9], [9, 9], [1, 2]]) == [[0, 2], [3, 9]]
 
 
-@pytest.mark.parametrize("options", [{"data": "rewind"}, {"lr_factor": 0.0}, {"lr_factor": 2.0}, {"clip_factor": -1.0}, {"rewarm_steps": -1}])
+@pytest.mark.parametrize(
+    "options", [{"data": "rewind"}, {"lr_factor": 0.0}, {"lr_factor": 2.0}, {"clip_factor": -1.0}, {"rewarm_steps": -1}]
+)
 def test_wrong_options_after_a_rollback_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AfterRollback(**options)
 
 
-def report_of(rank_values: list[float], samples: list[list[float]], norms: list[list[float]] | None = None) -> dict[str, Any]:
+def report_of(
+    rank_values: list[float], samples: list[list[float]], norms: list[list[float]] | None = None
+) -> dict[str, Any]:
     steps = list(range(30))
     return {
-        "verdict": {"kind": "jump", "series": "bits", "onset": 29, "baseline": 5.0, "score": 20.0, "excess": 3.0, "scale": 0.1},
+        "verdict": {
+            "kind": "jump",
+            "series": "bits",
+            "onset": 29,
+            "baseline": 5.0,
+            "score": 20.0,
+            "excess": 3.0,
+            "scale": 0.1,
+        },
         "series": [{"attempt": 29, "rank_values": rank_values}],
         "batches": [
-            {"attempt": 29, "rank": r, "batch_number": 7, "sample_id": [10 * r + i for i in range(len(s))], "sample_bits": s}
+            {
+                "attempt": 29,
+                "rank": r,
+                "batch_number": 7,
+                "sample_id": [10 * r + i for i in range(len(s))],
+                "sample_bits": s,
+            }
             for r, s in enumerate(samples)
         ],
         "gradient_norms": {"groups": ["block_00", "block_01"], "attempts": steps, "norms": norms or [[1.0, 1.0]] * 30},

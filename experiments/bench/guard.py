@@ -1,4 +1,4 @@
-"""``bench guard``: what the guard costs a step, how fast a snapshot is, and how long a rollback takes against a restart.
+"""``bench guard``: what the guard costs a step, how fast a snapshot is, and a rollback against a restart.
 
 Hook times are measured around the hooks themselves, inside real Trainer runs, with Lightning's SpikeDetection in the
 same run; copies are compared with a plain copy of the same bytes in the same process. Medians of repeated rounds.
@@ -101,7 +101,9 @@ def cost_per_step(size: str, steps: int, devices: int = 1) -> dict[str, float]:
         )  # fmt: skip
         module = AcousticMLM(config, OptimizerConfig(lr=1e-4, warmup_steps=10, total_steps=10_000))
         trainer.fit(module, CodecTokens(num_frames=frames, global_batch=clips * devices))
-    row = {name: 1e3 * statistics.median(timed.seconds[name][3:]) for name in ("guard", "gradient norms", "SpikeDetection")}
+    row = {
+        name: 1e3 * statistics.median(timed.seconds[name][3:]) for name in ("guard", "gradient norms", "SpikeDetection")
+    }
     return row | {"step": 1e3 * clock.median()}
 
 
@@ -132,7 +134,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def copies(size: str, rounds: int) -> dict[str, float]:
-    """Return median seconds of a snapshot, a restore, a plain copy of the same bytes and torch.save of the same tree."""
+    """Return median seconds of a snapshot, a restore, a plain copy of the same bytes and torch.save."""
     tree = training_tree(size)
     ring = SnapshotRing(2)
     flat = torch.cat([t.reshape(-1) for t in tree.values()])

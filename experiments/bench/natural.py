@@ -33,7 +33,10 @@ GUARDS: dict[str, list[str]] = {
 def arguments(case: str, guard: str, seed: int, folder: Path, data_dir: str, steps: int) -> list[str]:
     """Return the command line of one run."""
     config = Path(__file__).parent.parent / "configs" / "natural.yaml"
-    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder), "name": "csv"}}
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder), "name": "csv"},
+    }
     return [
         "fit", "-c", str(config), *CASES[case], *GUARDS[guard],
         "--seed_everything", str(seed), "--data.seed", str(seed), "--data.data_dir", data_dir,
@@ -52,7 +55,9 @@ def run_all(root: Path, cases: Sequence[str], seeds: int, data_dir: str, steps: 
     for case in cases:
         for seed in range(1, seeds + 1):
             for guard in GUARDS:
-                folder = root / f"{case}_seed{seed}_{guard.replace(' ', '').replace(',', '_').replace('(', '_').strip(')')}"
+                folder = (
+                    root / f"{case}_seed{seed}_{guard.replace(' ', '').replace(',', '_').replace('(', '_').strip(')')}"
+                )
                 status = 0
                 if not (folder / "done").exists():
                     status = train(arguments(case, guard, seed, folder, data_dir, steps))
@@ -82,13 +87,17 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     cases, guards = list(dict.fromkeys(r["case"] for r in rows)), list(GUARDS)
-    figure, axes = plt.subplots(len(cases), len(guards), figsize=(5 * len(guards), 3.6 * len(cases)), sharey="row", squeeze=False)
+    figure, axes = plt.subplots(
+        len(cases), len(guards), figsize=(5 * len(guards), 3.6 * len(cases)), sharey="row", squeeze=False
+    )
     for i, case in enumerate(cases):
         for j, guard in enumerate(guards):
             ax = axes[i][j]
             for row in (r for r in rows if r["case"] == case and r["guard"] == guard):
                 run = read_run(row["folder"])
-                line = ax.plot(run.steps, smoothed(run.bits, 30), linewidth=1.3, label=f"seed {row['seed']}: {row['final_bits']}")[0]
+                line = ax.plot(
+                    run.steps, smoothed(run.bits, 30), linewidth=1.3, label=f"seed {row['seed']}: {row['final_bits']}"
+                )[0]
                 for attempt, *_ in run.rollbacks:
                     ax.axvline(attempt, color=line.get_color(), alpha=0.5, linewidth=0.8, linestyle=":")
             lines = reference_lines_of(read_run(rows[0]["folder"]))
@@ -108,7 +117,9 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m experiments bench natural", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments bench natural", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--data-dir", default="bundled")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=700)
