@@ -144,7 +144,9 @@ class Detector:
     def _add(self, name: str) -> LossMonitor | GradientMonitor:
         config = self.config
         if GRADIENT_KEY in name:
-            gradient = GradientMonitor(config.warmup, config.false_vetoes / 1e5)
+            gradient = GradientMonitor(
+                config.warmup, config.false_vetoes / 3e5
+            )  # a record is an estimate: keep in hand
             self._gradient = self._gradient or gradient
             self.monitors[name] = gradient
             return gradient

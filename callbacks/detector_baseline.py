@@ -87,10 +87,21 @@ class Baseline(Stateful):
         seen: number of accepted values.
     """
 
-    __slots__ = ("center", "drift", "floor", "level", "median", "noise", "seen", "spread")
-    STATE: ClassVar[tuple[str, ...]] = ("level", "noise", "seen", "median", "drift", "center", "spread", "floor")
+    __slots__ = ("center", "drift", "floor", "level", "median", "noise", "positive", "seen", "spread")
+    STATE: ClassVar[tuple[str, ...]] = (
+        "level",
+        "noise",
+        "seen",
+        "median",
+        "drift",
+        "center",
+        "spread",
+        "floor",
+        "positive",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, positive: bool = True) -> None:
+        self.positive = positive
         self.level = SortedWindow(LEVEL_WINDOW)
         self.noise = SortedWindow(NOISE_WINDOW)
         self.seen = 0
@@ -102,8 +113,10 @@ class Baseline(Stateful):
 
     def learn(self, x: float) -> None:
         """Accept a normal value."""
+        if self.positive and x <= 0.0:
+            self._leave_positive()
         if self.seen >= 4:
-            self.noise.push(x - self.median)
+            self.noise.push((x - self.median) / self.size())
         self.level.push(x)
         self.seen += 1
         self.median = self.level.median()
@@ -111,13 +124,17 @@ class Baseline(Stateful):
             self._measure()
         self.center = self.median + self.drift
 
+    def size(self) -> float:
+        """Return what the noise is measured in: the level of a positive series, else 1."""
+        return max(self.median, TINY) if self.positive else 1.0
+
     def move(self, values: list[float]) -> float:
         """Take `values` (oldest first) as the new normal; return by how much the level moved."""
         old = self.median
         self.level.refill(values)
         self.median = self.level.median()
         for x in values:
-            self.noise.push(x - self.median)
+            self.noise.push((x - self.median) / self.size())
         self._measure()
         self.center = self.median + self.drift
         return self.median - old
@@ -125,8 +142,14 @@ class Baseline(Stateful):
     def _measure(self) -> None:
         if len(self.noise):
             middle = self.noise.median()
-            self.drift = max(middle, 0.0)
-            self.spread = max(upper_spread(self.noise, middle), self.floor, 1e-6 * abs(self.median))
+            size = self.size()
+            self.drift = max(middle, 0.0) * size
+            self.spread = max(upper_spread(self.noise, middle) * size, self.floor, 1e-6 * abs(self.median), TINY)
+
+    def _leave_positive(self) -> None:
+        size = self.size()
+        self.noise.refill([residual * size for residual in self.noise.values()])
+        self.positive = False
 
 
 class Progress(Stateful):

@@ -31,7 +31,7 @@ class GradientMonitor(Stateful):
     def __init__(self, warmup: int, rate: float) -> None:
         self.warmup = warmup
         self.bar = TailBar(rate)
-        self.base = Baseline()
+        self.base = Baseline(positive=False)  # logarithms
         self.record = Record(16)
         self.recent = SortedWindow(32)
         self.refused = 0

@@ -26,6 +26,7 @@ CLIP = 4.0  # largest score that enters the slow averages: one outlier must not 
 PERIODS = (12, 64)
 REARM = 5.0  # a second call for action needs a row this much above the rows before it, or twice the first one's excess
 RECENT = 32
+GROWING = 1.25  # growth of the excess over half of the patience that forbids accepting the level
 
 
 class Judgement(NamedTuple):
@@ -52,7 +53,7 @@ class LossMonitor(Stateful):
 
     STATE: ClassVar[tuple[str, ...]] = (
         "base", "progress", "slow", "lone", "runs", "scores", "recent", "quiet", "streak", "onset", "length", "raised",
-        "calm", "peak", "acted", "kind", "held", "aftermath", "bad", "bad_onset",
+        "calm", "peak", "halfway", "acted", "kind", "held", "aftermath", "rise_from", "risen", "bad", "bad_onset",
     )  # fmt: skip
 
     def __init__(self, warmup: int, patience: int, min_rise: float, rate: float) -> None:
@@ -72,10 +73,13 @@ class LossMonitor(Stateful):
         self.raised = 0
         self.calm = 0
         self.peak = 0.0
+        self.halfway = 0.0  # excess of the level after half of the patience
         self.acted = 0.0  # excess at the last call for action; 0 when there was none
         self.kind = "ok"
         self.held = [0.0] * (1 + len(RUNS))  # records of the excursion, kept if it proves harmless
         self.aftermath = 0  # rows during which a slow rise is taken for the rest of an event already acted on
+        self.rise_from = 0.0  # where the last slow rise began, and its excess when it was reported
+        self.risen = 0.0
         self.bad = 0  # non-finite values in a row
         self.bad_onset = -1
 
@@ -102,10 +106,10 @@ class LossMonitor(Stateful):
         self.streak = -1 if score < LOOSE else step if self.streak < 0 else self.streak
         slow = self._slow_hit(step, x, score)
         if self.length == 0:
-            if score < OPEN and slow is None:
+            if score < OPEN:
                 self._healthy(x, score)
-                return Judgement("ok", False, step, score, center, spread, excess)
-            self._open(step, slow if score < OPEN else None)
+                return slow or Judgement("ok", False, step, score, center, spread, excess)
+            self._open(step)
         kind, act = self._excursion(x, score, excess, slow)
         onset = step if kind in ("ok", "shift") else self.onset
         return Judgement(kind, act, onset, score, center, spread, excess)
@@ -123,8 +127,9 @@ class LossMonitor(Stateful):
         base.learn(x)
         self.progress.learn(base.median)
         base.floor = 1e-3 * self.progress.range
+        size = base.size()
         for scale in self.slow:
-            scale.learn(base.floor)
+            scale.learn(size, base.floor)
 
     def _healthy(self, x: float, score: float) -> None:
         lone = self.lone
@@ -144,36 +149,54 @@ class LossMonitor(Stateful):
         last = self.scores[-rows:]
         return math.prod(last) ** (1.0 / rows) if min(last) > low else 0.0
 
-    def _slow_hit(self, step: int, x: float, score: float) -> SlowScale | None:
+    def _slow_hit(self, step: int, x: float, score: float) -> Judgement | None:
         base = self.base
         clipped = x if score < CLIP else base.center + CLIP * base.spread
-        hit: SlowScale | None = None
+        hit: Judgement | None = None
         for scale in self.slow:
             slow_score = scale.add(step, clipped)
-            if slow_score > scale.record.now:
-                if scale.departs(slow_score, self.least(), self.bar, base.seen):
-                    hit = hit or scale
-                elif self.length == 0:
-                    scale.record.now = slow_score
+            if slow_score <= scale.record.now:
+                continue
+            if scale.departs(slow_score, self.least(), self.bar, base.seen):
+                hit = hit or self._rise(scale.start, slow_score, scale.average, scale.center)
+            elif self.length == 0:
+                scale.record.now = slow_score
         slowest = self.slow[-1]
-        if hit is None and self.length == 0 and slowest.count == 0:
-            recent = self.progress.recent(base.median)
-            if slowest.climbs(step, self.unit(), recent):
-                slowest.start, slowest.best = slowest.best_at, slowest.average
-                return slowest
-        return hit
+        if slowest.climbs(step, self.unit(), self.progress.recent(base.median)) and self.length == 0 and hit is None:
+            best = slowest.best
+            hit = self._rise(slowest.best_at, (slowest.average - best) / slowest.spread, slowest.average, best)
+        return None if hit is None else self._report(hit)
 
-    def _open(self, step: int, slow: SlowScale | None) -> None:
+    def _report(self, rise: Judgement) -> Judgement | None:
+        """Report a rise once, and again only when it has doubled; a rise in an event's aftermath is a part of it."""
+        average = rise.baseline + rise.excess
+        fresh = self.aftermath == 0
+        for scale in self.slow:
+            if scale.spread != math.inf:
+                scale.accept(scale.average)
+        self.aftermath = self.patience
+        if fresh:
+            self.rise_from, self.risen = rise.baseline, rise.excess
+            return rise
+        total = average - self.rise_from
+        if self.risen == 0.0 or total <= 2.0 * self.risen:
+            return None
+        self.risen = total
+        kind = "divergence" if total > max(abs(self.rise_from), self.progress.range) else "rise"
+        return rise._replace(kind=kind, baseline=self.rise_from, excess=total)
+
+    def _rise(self, onset: int, score: float, average: float, reference: float) -> Judgement:
+        return Judgement("rise", True, onset, score, reference, self.base.spread, average - reference)
+
+    def _open(self, step: int) -> None:
         self.onset = step if self.streak < 0 else self.streak
-        if slow is not None and slow.start >= 0:
-            self.onset = slow.start
         self.length = self.raised = self.calm = 0
-        self.peak = self.acted = 0.0
+        self.peak = self.acted = self.halfway = 0.0
         self.kind = "outlier"
         self.held = [0.0] * (1 + len(RUNS))
         self.recent.refill(())
 
-    def _excursion(self, x: float, score: float, excess: float, slow: SlowScale | None) -> tuple[str, bool]:
+    def _excursion(self, x: float, score: float, excess: float, slow: Judgement | None) -> tuple[str, bool]:
         self.length += 1
         self.recent.push(x)
         raised = score > RAISED
@@ -183,7 +206,9 @@ class LossMonitor(Stateful):
             self._close()
             self._learn(x)
             return "ok", False
-        if self.length > self.patience:
+        if 2 * self.length == self.patience - self.patience % 2:
+            self.halfway = self.recent.median() - self.base.center
+        if self.length > self.patience and self._steady():
             return self._rebase(), False
         self.peak = max(self.peak, excess)
         act = self._acts(score, excess, slow)
@@ -196,7 +221,7 @@ class LossMonitor(Stateful):
             return "ok", False
         return (self.kind if raised or act else "ok"), act
 
-    def _acts(self, score: float, excess: float, slow: SlowScale | None) -> bool:
+    def _acts(self, score: float, excess: float, slow: Judgement | None) -> bool:
         """Whether this row calls for action, for the first time in this excursion or once more."""
         sudden = self._sudden(score, excess)
         if self.acted > 0.0:
@@ -206,23 +231,26 @@ class LossMonitor(Stateful):
         if not sudden and slow is None:
             return False
         self.kind = "jump" if sudden else "rise"
-        return sudden or self.aftermath == 0
+        return True
 
     def _sudden(self, score: float, excess: float) -> bool:
         base, seen = self.base, self.base.seen
         level, reach = abs(base.center), self.progress.range
-        if score > HUGE_SCORE and excess > max(level, 0.5 * reach):
+        alone = self.scores[-2] <= RUN_LOW
+        huge = max(HUGE_SCORE, self.bar(self.lone.top, seen)) if alone else HUGE_SCORE
+        if score > huge and excess > max(level, 0.5 * reach):
             return True
         held = min(self.scores[-BIG_ROWS:])
         if held > RUN_SCORES[1] and held * base.spread > BIG * max(level, reach):
             return True
-        if excess <= self.least():
-            return False
+        matters = self.least()
         for rows, least, record in zip(RUNS, RUN_SCORES, self.runs, strict=True):
             run = self._run(rows, RUN_LOW)
-            if run > least and run > self.bar(record.top, seen / rows):
+            if run > least and run * base.spread > matters and run > self.bar(record.top, seen / rows):
                 return True
-        return self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
+        return (
+            excess > matters and self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
+        )
 
     def _hold(self, score: float) -> None:
         self.held[0] = max(self.held[0], score)
@@ -244,12 +272,21 @@ class LossMonitor(Stateful):
             for record, value in zip([self.lone, *self.runs], self.held, strict=True):
                 record.now = max(record.now, value)
         else:
-            self.aftermath = self.patience
+            self.aftermath, self.risen = self.patience, 0.0
             for record in [self.lone, *self.runs]:
                 record.forget()
             for scale in self.slow:
                 scale.settle()
         self.length = 0
+
+    def _steady(self) -> bool:
+        """Whether a level raised for `patience` rows has stopped growing; if not, wait for half as long again."""
+        now = self.recent.median() - self.base.center
+        if now <= GROWING * self.halfway:
+            return True
+        self.length = self.patience // 2
+        self.halfway = now
+        return False
 
     def _rebase(self) -> str:
         offset = self.base.move(self.recent.values())

@@ -7,7 +7,7 @@ from callbacks.detector_baseline import TINY, Record, TailBar, upper_spread
 from callbacks.detector_state import SortedWindow, Stateful
 
 LEVEL_SAMPLES = 16
-NOISE_SAMPLES = 64
+NOISE_SAMPLES = 32
 NOISE_LAG = 8  # samples before a residual counts as noise, so that a climb cannot widen its own band
 MIN_SAMPLES = 12
 SLOW_SCORE = 6.0
@@ -53,7 +53,7 @@ class SlowScale(Stateful):
             self.start = step
         return distance / self.spread
 
-    def learn(self, floor: float) -> None:
+    def learn(self, size: float, floor: float) -> None:
         """Count one healthy row and take a sample once a period."""
         self.record.tick()
         self.count += 1
@@ -62,14 +62,14 @@ class SlowScale(Stateful):
         self.count = 0
         ready = len(self.noise) >= MIN_SAMPLES
         if len(self.level) >= 4:
-            self.waiting.append(self.average - self.level.median())
+            self.waiting.append((self.average - self.level.median()) / size)
             if len(self.waiting) > (NOISE_LAG if ready else 0):
                 self.noise.push(self.waiting.pop(0))
         self.level.push(self.average)
         if ready:
             middle = self.noise.median()
-            self.spread = max(upper_spread(self.noise, middle), floor, TINY)
-            self.center = self.level.median() + max(middle, 0.0)
+            self.spread = max(upper_spread(self.noise, middle) * size, floor, TINY)
+            self.center = self.level.median() + max(middle, 0.0) * size
 
     def departs(self, score: float, least: float, bar: TailBar, seen: int) -> bool:
         """Whether the average has left its range by more than `least`."""
@@ -94,15 +94,23 @@ class SlowScale(Stateful):
         return rise > CLIMB_SCORE * self.spread and rise > max(CLIMB_RISE * unit, 2.0 * recent)
 
     def settle(self) -> None:
-        """Forget an event that is over."""
+        """Forget an event that is over: the level is the old one."""
         if self.spread != math.inf:
             self.average = min(self.average, self.center)
         self.start = -1
         self.record.forget()
 
+    def accept(self, average: float) -> None:
+        """Take `average` for the new normal, so that a rise is reported once."""
+        offset = average - self.center
+        self.level.refill([value + offset for value in self.level.values()])
+        self.center = self.average = self.best = average
+        self.start = -1
+        self.record.forget()
+
     def move(self, offset: float, level: float) -> None:
         """Follow a baseline that was moved by `offset` to `level`."""
-        self.average = level
+        self.average = self.best = level
         self.level.refill([value + offset for value in self.level.values()])
         self.center += offset
-        self.best = level
+        self.start = -1

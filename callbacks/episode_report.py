@@ -17,6 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks.detector import Verdict
+from callbacks.episode_plot import draw_episode
+from callbacks.forensics import blame, first_to_rise, in_words
 from callbacks.step_sums import StepReport
 
 HeatMap = tuple[list[str], list[int], list[list[float]]]
@@ -95,7 +97,11 @@ class EpisodeFolder:
         if not trainer.is_global_zero:
             return
         attempt = history[-1].attempt if history else verdict.onset
-        folder = self.root / f"step_{attempt:07d}_{verdict.kind}"
+        # Two episodes may be acted on at one step, a run resumed after a kill among them: nothing is overwritten.
+        folder, copies = self.root / f"step_{attempt:07d}_{verdict.kind}", 1
+        while folder.exists():
+            copies += 1
+            folder = self.root / f"step_{attempt:07d}_{verdict.kind}_{copies}"
         folder.mkdir(parents=True, exist_ok=True)
         names, steps, norms = heat_map
         content = {
@@ -120,4 +126,6 @@ class EpisodeFolder:
             "gradient_norms": {"groups": names, "attempts": steps, "norms": norms},
             "batches": [row | {"rank": rank} for rank, rows in enumerate(everyone) for row in rows],
         }
+        content |= {"blame": blame(content), "first_to_rise": first_to_rise(content), "words": in_words(content)}
         write_json(folder / "report.json", content)
+        draw_episode(content, folder / "episode.png")

@@ -64,18 +64,19 @@ class EpisodeTracker:
     Args:
         gap: updates without a finding, back at the baseline, after which an episode is closed.
         lookback: updates for which a finding in another series still counts as seen first.
+        settled: updates without a finding, not back at the baseline, after which a new finding is a new episode.
         give_up: updates after which an episode that has not recovered is closed.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, gap: int = 20, lookback: int = 20, give_up: int = 50_000) -> None:
+    def __init__(self, gap: int = 20, lookback: int = 20, settled: int = 300, give_up: int = 50_000) -> None:
         if gap < 1 or lookback < 0 or give_up < gap:
             raise ValueError(
                 f"gap={gap!r}, lookback={lookback!r}, give_up={give_up!r}: expected 1 <= gap <= give_up, 0 <= lookback"
             )
-        self.gap, self.lookback, self.give_up = gap, lookback, give_up
+        self.gap, self.lookback, self.settled, self.give_up = gap, lookback, settled, give_up
         self.open: Episode | None = None
         self._age = 0  # updates since the episode was opened
         self._quiet = 0  # updates without a finding
@@ -162,6 +163,8 @@ class EpisodeTracker:
             if back is not None:
                 self.open = episode = replace(episode, recovered=back)
                 self._quiet = 0
+            elif self._quiet >= self.settled:
+                self._accepted = True
         done = episode.recovered is not None and self._quiet >= self.gap
         return self.close() if done or self._age > self.give_up else None
 
@@ -173,20 +176,29 @@ class EpisodeTracker:
     def _back(self, episode: Episode) -> int | None:
         """Return the step since which the series is at its baseline again, if it is.
 
-        The median over an eighth of the episode's age must be there, within its own noise or 2 % of the peak.
+        The median over a quarter of the episode's age must be there, within its own noise or 1 % of the peak.
         """
-        rows = min(LONGEST_WINDOW, 1 + self._age // 8)
+        rows = min(LONGEST_WINDOW, (1 if episode.kind != "rise" else 12) + self._age // 4)
         if len(self._recent) < rows:
             return None
         last = self._recent[-rows:]
-        peak = 0.02 * episode.excess if math.isfinite(episode.excess) else 0.0
-        noise = 1.25 * episode.scale / math.sqrt(rows)  # standard error of a median
+        peak = 0.01 * episode.excess if math.isfinite(episode.excess) else 0.0
+        noise = episode.scale / math.sqrt(rows)
         if median(value for _, value in last) - episode.baseline > max(noise, peak):
             return None
-        back = len(last) - 1
-        while back > 0 and last[back - 1][1] - episode.baseline <= max(3.0 * episode.scale, peak):
-            back -= 1
-        return int(last[back][0])
+        return self._since(episode, peak)
+
+    def _since(self, episode: Episode, peak: float) -> int:
+        """Return the earliest recent step from which on the rows, taken together, are at the baseline."""
+        total, since = 0.0, self._recent[-1][0]
+        for count, (step, value) in enumerate(reversed(self._recent), start=1):
+            over = value - episode.baseline
+            if over > max(3.5 * episode.scale, peak):
+                break
+            total += over
+            if total / count <= max(episode.scale / math.sqrt(count), peak):
+                since = step
+        return int(since)
 
     def _extend(self, step: int, verdict: Verdict, value: float) -> None:
         self._quiet = 0

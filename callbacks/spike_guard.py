@@ -53,9 +53,12 @@ class SpikeGuard(Callback):
         ring_slots: snapshots kept in host memory, per rank.
         healthy_steps: attempted steps that must follow a snapshot before it is trusted.
         onset_margin: how many attempted steps before the onset a target must lie, since a cause precedes its effect.
+        max_vetoes: updates refused in a row for a finite norm out of range. Beyond that it is the weights, not the batch,
+            and refusing keeps them where they are; non-finite ones are always refused.
         max_retries: rollbacks at one place before the run is stopped; each goes further back than the one before.
         clear_steps: accepted steps beyond the trouble after which it counts as overcome.
-        lag: steps by which the host reads the reduced numbers late; -1 means 1 on an accelerator and 0 on the CPU.
+        lag: steps by which the host reads the reduced numbers late; -1 means 1 on an accelerator or with several
+            ranks, so that nothing waits, and 0 otherwise.
         dirpath: folder for episodes; the default is ``<default_root_dir>/episodes``.
 
     Raises:
@@ -73,6 +76,7 @@ class SpikeGuard(Callback):
         ring_slots: int = 3,
         healthy_steps: int = 10,
         onset_margin: int = 2,
+        max_vetoes: int = 2,
         max_retries: int = 3,
         clear_steps: int = 100,
         lag: Literal[-1, 0, 1] = -1,
@@ -83,6 +87,7 @@ class SpikeGuard(Callback):
             ("snapshot_every", snapshot_every, 0),
             ("healthy_steps", healthy_steps, 1),
             ("onset_margin", onset_margin, 1),
+            ("max_vetoes", max_vetoes, 0),
             ("max_retries", max_retries, 0),
         ):
             if value < low:
@@ -96,6 +101,7 @@ class SpikeGuard(Callback):
         self.ring = SnapshotRing(ring_slots, pin=torch.cuda.is_available())
         self.snapshot_every, self.snapshot_budget = snapshot_every, snapshot_budget
         self.healthy_steps, self.onset_margin, self.lag = healthy_steps, onset_margin, lag
+        self.max_vetoes, self.out_of_range = max_vetoes, 0
         self.rollback = Rollback(self, after or AfterRollback())
         self.folder = EpisodeFolder(dirpath)
         self.sums = StepSums()
@@ -128,8 +134,8 @@ class SpikeGuard(Callback):
                 "SpikeGuard needs automatic optimization: with automatic_optimization=False it cannot know "
                 "when an optimizer step is taken. Remove the callback or set automatic_optimization=True"
             )
-        on_device = trainer.strategy.root_device.type != "cpu"
-        self.sums = StepSums(lag=int(on_device) if self.lag == -1 else self.lag)
+        costly = trainer.strategy.root_device.type != "cpu" or trainer.world_size > 1
+        self.sums = StepSums(lag=int(costly) if self.lag == -1 else self.lag)
         self.run_id = trainer.strategy.broadcast(self.run_id)
         if self.action == "rollback":
             self._check_memory(trainer, pl_module)
@@ -165,7 +171,8 @@ class SpikeGuard(Callback):
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # A gradient scaler meets overflows as part of its work and skips those updates itself.
-        self._refused = veto.refuse(optimizer, self._norm, self.detector.veto_limit(), scaler)
+        limit = self.detector.veto_limit() if self.out_of_range < self.max_vetoes else math.inf
+        self._refused = veto.refuse(optimizer, self._norm, limit, scaler)
         self.rollback.before_step(trainer, optimizer)
 
     def _gradient_norm(self, trainer: Trainer, pl_module: LightningModule) -> Tensor:
@@ -208,6 +215,8 @@ class SpikeGuard(Callback):
             self.counts["overflows"] += 1
         self.counts["vetoed"] += int(report.vetoed)
         self.history.append(report)
+        in_range = not math.isfinite(report.gradient_norm) or report.gradient_norm <= self.detector.veto_limit()
+        self.out_of_range = 0 if in_range else self.out_of_range + 1
         verdict = self.detector.update(report.attempt, values)
         self.tracker.update(report.attempt, verdict, values)
         if verdict.kind in ("jump", "rise", "divergence", "non_finite"):
@@ -262,7 +271,7 @@ class SpikeGuard(Callback):
         self.counts["steps_lost"] += lost_from - trainer.global_step
         self._episode(trainer, verdict, "rollback", record)
         self.rollback.settle_checkpoints(trainer, target)
-        self.last_trouble = self.attempt
+        self.last_trouble, self.out_of_range = self.attempt, 0
         self.next_snapshot = trainer.global_step + 1
         self._log(
             trainer,
@@ -320,6 +329,7 @@ class SpikeGuard(Callback):
             "run_id": self.run_id,
             "attempt": self.attempt,
             "last_trouble": self.last_trouble,
+            "out_of_range": self.out_of_range,
             "period": self.period,
             "counts": dict(self.counts),
             "retries": self.retries.state_dict(),
@@ -349,7 +359,7 @@ class SpikeGuard(Callback):
             )
         self.run_id, self.attempt = state["run_id"], state["attempt"]
         self.last_trouble, self.period = state["last_trouble"], self.snapshot_every or state["period"]
-        self.counts = dict(state["counts"])
+        self.counts, self.out_of_range = dict(state["counts"]), state["out_of_range"]
         self.retries.load_state_dict(state["retries"])
         self.rollback.load_state_dict(state["rollback"])
 

@@ -83,16 +83,18 @@ class StepSums:
         packed[2 * rank], packed[2 * rank + 1] = self.sum, self.count
         for i, extra in enumerate(extras):
             packed[2 * world + i] = extra / world
+        work = None
         if world > 1:
-            dist.all_reduce(packed)
+            # Off the critical path: ranks that are a little apart need not meet here, only one step later.
+            work = dist.all_reduce(packed, async_op=packed.device.type == "cpu" and self.lag > 0)
         self.sum = self.count = None
-        self._waiting.append((*self._to_host(packed), context))
+        self._waiting.append((*self._to_host(packed, work), context))
         return self._pop() if len(self._waiting) > self.lag else None
 
     @staticmethod
-    def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
+    def _to_host(packed: Tensor, work: Any) -> tuple[Tensor, Any]:
         if packed.device.type != "cuda":
-            return packed, None
+            return packed, work
         host = torch.empty(packed.shape, pin_memory=True)
         host.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -102,7 +104,7 @@ class StepSums:
     def _pop(self) -> StepReport:
         host, event, context = self._waiting.popleft()
         if event is not None:
-            event.synchronize()
+            event.synchronize() if isinstance(event, torch.cuda.Event) else event.wait()
         numbers: list[float] = host.tolist()
         pairs, extras = numbers[:-EXTRAS], numbers[-EXTRAS:]
         sums, counts = pairs[0::2], pairs[1::2]
@@ -119,4 +121,5 @@ class StepSums:
     def clear(self) -> None:
         """Forget the micro-batches and reports in flight: they belong to a rejected trajectory."""
         self.sum = self.count = None
-        self._waiting.clear()
+        while self._waiting:
+            self._pop()  # a collective in flight is waited for: its buffer must not be freed under it

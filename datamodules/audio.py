@@ -77,7 +77,7 @@ def find_audio(sources: Sequence[str | Path]) -> tuple[list[AudioFile], int]:
                 passed_over += 1
                 continue
             relative = path.relative_to(source).as_posix() if source.is_dir() else path.name
-            _add(found, AudioFile(_printable(prefix + relative), path, path.stat().st_size))
+            _add(found, AudioFile(_printable(prefix + relative), path, _bytes(path)))
     return [found[track] for track in sorted(found)], passed_over
 
 
@@ -85,6 +85,10 @@ def _add(found: dict[str, AudioFile], file: AudioFile) -> None:
     other = found.setdefault(file.track, file)
     if other is not file and not os.path.samefile(other.path, file.path):
         raise ValueError(f"{other.path} and {file.path} would both be track {file.track!r}; give their common folder")
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _printable(name: str) -> str:
@@ -101,7 +105,8 @@ def _walk(source: Path) -> Iterator[Path]:
         folders[:] = sorted(f for f in folders if not here.is_relative_to(Path(folder, f).resolve()))  # link loops
         for name in sorted(names):
             path = Path(folder, name)
-            if not name.startswith("._") and path.is_file():  # "._x.wav": macOS resource forks
+            dead_link = path.is_symlink() and not path.exists()  # reported later; pipes and sockets are not
+            if not name.startswith("._") and (path.is_file() or dead_link):  # "._x.wav": macOS resource forks
                 yield path
 
 

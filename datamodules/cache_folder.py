@@ -27,6 +27,10 @@ class CacheError(ShardError):
     """The cache cannot serve: another process holds it without progress, or there is no room."""
 
 
+class LockedError(CacheError):
+    """Another process holds a lock."""
+
+
 def is_whole(path: Path, size: int) -> bool:
     """Whether a file is there with its full size (it gets its name only after its hash was checked)."""
     return size_of(path) == size
@@ -56,7 +60,7 @@ def locked(path: Path, patience: float, progress: Callable[[], int] = lambda: 0)
     """Hold a lock file; waiting ends after `patience` seconds in which `progress()` did not change.
 
     Raises:
-        CacheError: waited in vain.
+        LockedError: waited in vain.
     """
     with path.open("a") as file:
         deadline, seen = time.monotonic() + patience, progress()
@@ -65,7 +69,7 @@ def locked(path: Path, patience: float, progress: Callable[[], int] = lambda: 0)
             if now != seen:
                 deadline, seen = time.monotonic() + patience, now
             if time.monotonic() > deadline:
-                raise CacheError(f"{path}: held by another process for {patience:.0f} s without progress; look for it")
+                raise LockedError(f"{path}: held by another process for {patience:.0f} s without progress; look for it")
             time.sleep(POLL_SECONDS)
         try:
             yield

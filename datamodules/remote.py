@@ -12,14 +12,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datamodules.cache_folder import LOCK, PART, is_whole, locked, make_room, size_of, use
+from datamodules.cache_folder import LOCK, PART, LockedError, is_whole, locked, make_room, size_of, use
 from datamodules.object_fetch import FetchPolicy, ObjectStore, fetch_object, retrying
-from datamodules.shards import INDEX_NAME, Shard, ShardIndex, parse_index
+from datamodules.shards import INDEX_NAME, Shard, ShardIndex, load_index, parse_index
 
 LOG = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class ShardCache:
         self.settings = settings
         self.folder = Path(settings.folder).expanduser() / index.checksum[:16]
         largest = max((shard.bytes for shard in index.shards), default=0)
+        self._shards = index.shards
+        self._fits = sum(shard.bytes for shard in index.shards) <= settings.max_bytes
         self._ahead = min(settings.ahead, len(index.shards))
         if largest * (self._ahead + 1) > settings.max_bytes:
             need = largest * (self._ahead + 1)
@@ -96,10 +98,11 @@ class ShardCache:
         self._pid = os.getpid()
         self._queue: queue.SimpleQueue[Shard] | None = None
         self._queued: set[str] = set()
+        self._begun = False
         self._guard = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_queue", "_queued", "_guard", "_pid")
+        hidden = ("_queue", "_queued", "_begun", "_guard", "_pid")
         return {key: value for key, value in self.__dict__.items() if key not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,6 +117,9 @@ class ShardCache:
         """
         path = self.folder / shard.file
         if not use(path, shard.bytes):
+            if self._fits and not self._begun:  # all of it will be needed: the rest comes meanwhile
+                self._begun = True
+                self.fetch_ahead(self._shards)
             self._fetch(shard)
         return path
 
@@ -140,19 +146,22 @@ class ShardCache:
             shard = waiting.get()
             try:
                 if not is_whole(self.folder / shard.file, shard.bytes):
-                    self._fetch(shard)
+                    self._fetch(shard, wait=False)
+            except LockedError:
+                pass  # somebody is fetching it
             except Exception as error:  # open_shard reports it, in the foreground, if the shard is really needed
                 LOG.warning("fetching ahead: %s", error)
             finally:
                 with self._guard:
                     self._queued.discard(shard.file)
 
-    def _fetch(self, shard: Shard) -> None:
+    def _fetch(self, shard: Shard, wait: bool = True) -> None:
+        """Fetch a shard, unless another process has done so; without `wait`, unless one is at it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / shard.file
         part = self.folder / f"{shard.file}.{shard.bytes}{PART}"
         patience = self.settings.policy.patience
-        with locked(self.folder / (shard.file + LOCK), patience, lambda: size_of(part)):
+        with locked(self.folder / (shard.file + LOCK), patience if wait else 0, lambda: size_of(part)):
             if use(path, shard.bytes):  # another process fetched it meanwhile
                 return
             make_room(self.folder.parent, self.settings.max_bytes, part, shard.bytes, patience)
@@ -165,7 +174,8 @@ class ShardCache:
 def open_remote(url: str, settings: CacheSettings | None = None) -> tuple[ShardIndex, ShardCache]:
     """The index of a remote shard set and the cache in front of it.
 
-    Use: `index, cache = open_remote(url)`, then `ShardSet(url, index=index, open_shard=cache.open_shard)`.
+    Use: `index, cache = open_remote(url)`, then `ShardSet(url, index=index, open_shard=cache.open_shard)`. Where the
+    whole set fits into the cache, the first shard missed brings the others in the background.
 
     Args:
         url: of the set's folder, any fsspec protocol.
@@ -179,3 +189,22 @@ def open_remote(url: str, settings: CacheSettings | None = None) -> tuple[ShardI
     chosen = settings or CacheSettings()
     index = load_remote_index(url, chosen.policy)
     return index, ShardCache(url, index, chosen)
+
+
+def open_set(path: str, settings: CacheSettings | None = None) -> tuple[ShardIndex, Callable[[Shard], Path] | None]:
+    """Index and way to open the shards of a set, wherever it is: a folder, "bundled" or a URL.
+
+    Use: `ShardSet(path, weight, *open_set(path))`.
+
+    Args:
+        path: folder or URL.
+        settings: of the cache, for URLs.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ShardError, ValueError: as `open_remote` and `load_index`.
+    """
+    if not is_remote(path):
+        return load_index(path.removeprefix("file://")), None
+    index, cache = open_remote(path, settings)
+    return index, cache.open_shard

@@ -252,6 +252,8 @@ class ShardWriter:
             shard = self._open_at(rows[0]["split"], number, size)
             for track, data in kept:
                 self._account(shard, track, np.frombuffer(data, "<i2").reshape(-1, self.codec.codebooks))
+            if shard.frames * 2 * self.codec.codebooks >= self.shard_bytes:  # killed before it was closed
+                self._finish(rows[0]["split"])
 
 
 def track_offsets(tracks: list[Track] | tuple[Track, ...]) -> npt.NDArray[np.int64]:

@@ -95,8 +95,9 @@ def _fresh_folder(out: Path) -> Iterator[None]:
     """Leave nothing behind where an error comes before the first track: a folder made here goes again."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is a file; --out must be a folder")
-    existed = out.exists() and any(out.iterdir())
-    if existed and not any((out / name).exists() for name in (SETTINGS_NAME, JOURNAL_NAME, INDEX_NAME, BOOKS_NAME)):
+    found = {path.name.removesuffix(".tmp") for path in out.iterdir()} if out.exists() else set()
+    existed = bool(found)
+    if existed and not found & {SETTINGS_NAME, JOURNAL_NAME, INDEX_NAME, BOOKS_NAME}:
         raise ValueError(f"{out}: holds other files and no shard set; choose an empty or new folder")
     try:
         yield

@@ -20,15 +20,20 @@ class HeadLosses(NamedTuple):
 
     Attributes:
         objective_K: What to train on, differentiable: cross entropy plus weighted z-loss, in nats.
-        nats_K: Cross entropy alone, for logging.
+        nats_KM: Cross entropy of every frame, for logging and for the loss of each clip.
         correct_K: Frames whose most likely code is the target, int64.
         frames: M.
     """
 
     objective_K: Tensor
-    nats_K: Tensor
+    nats_KM: Tensor
     correct_K: Tensor
     frames: int
+
+    @property
+    def nats_K(self) -> Tensor:
+        """Cross entropy summed over frames, for logging."""
+        return self.nats_KM.sum(dim=1)
 
 
 class _FusedLinearLosses(torch.autograd.Function):
@@ -55,13 +60,13 @@ class _FusedLinearLosses(torch.autograd.Function):
             logits_MV = (x @ weight[k].t()).to(wide).add_(bias_KV[k])
             log_p_MV = torch.log_softmax(logits_MV, dim=-1)
             picked_M1 = target_M.unsqueeze(1)
-            nats.append(-log_p_MV.gather(1, picked_M1).sum())
+            nats.append(log_p_MV.gather(1, picked_M1).squeeze(1).neg_())
             correct.append((log_p_MV.max(dim=-1).indices == target_M).sum())
-            objective.append(nats[-1])
+            objective.append(nats[-1].sum())
             slope_M1 = torch.ones_like(log_p_MV[:, :1])
             if z_weight > 0.0:
                 log_z_M1 = logits_MV[:, :1] - log_p_MV[:, :1]
-                objective[-1] = nats[-1] + z_weight * log_z_M1.square().sum()
+                objective[-1] += z_weight * log_z_M1.square().sum()
                 slope_M1 = 1.0 + 2.0 * z_weight * log_z_M1
             if dx_KMD is not None and dw_KVD is not None and db_KV is not None:
                 grad_MV = log_p_MV.exp_()
@@ -106,5 +111,5 @@ def fused_linear_losses(
     device = x_MD.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x_MD.dtype
-    objective_K, nats_K, correct_K = _FusedLinearLosses.apply(x_MD, weight_KVD, bias_KV, targets_KM, z_weight, dtype)  # type: ignore[no-untyped-call]
-    return HeadLosses(objective_K, nats_K, correct_K, targets_KM.shape[1])
+    objective_K, nats_KM, correct_K = _FusedLinearLosses.apply(x_MD, weight_KVD, bias_KV, targets_KM, z_weight, dtype)  # type: ignore[no-untyped-call]
+    return HeadLosses(objective_K, nats_KM, correct_K, targets_KM.shape[1])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_modules.encoder_config import EncoderConfig
 from lightning_modules.fused_heads import HeadLosses, fused_linear_losses
-from lightning_modules.losses import correct_codes, masked_cross_entropy
+from lightning_modules.losses import correct_codes, cross_entropy_per_frame
 from lightning_modules.precision import full_precision
 
 __all__ = ["CosineHeads", "LinearHeads", "build_heads", "gather_frames", "gather_targets"]
@@ -87,8 +87,9 @@ class CosineHeads(nn.Module):
     def losses(self, hidden_MD: Tensor, targets_KM: Tensor) -> HeadLosses:
         """Losses of the masked frames; what a training step calls."""
         logits_KMV: Tensor = self(hidden_MD)
-        nats_K, frames = masked_cross_entropy(logits_KMV, targets_KM)
-        return HeadLosses(nats_K, nats_K.detach(), correct_codes(logits_KMV, targets_KM), frames)
+        nats_KM = cross_entropy_per_frame(logits_KMV, targets_KM)
+        correct_K = correct_codes(logits_KMV, targets_KM)
+        return HeadLosses(nats_KM.sum(dim=1), nats_KM.detach(), correct_K, targets_KM.shape[1])
 
 
 def build_heads(config: EncoderConfig) -> LinearHeads | CosineHeads:

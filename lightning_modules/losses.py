@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["correct_codes", "masked_cross_entropy", "mean_loss", "nats_to_bits", "z_loss"]
+__all__ = ["correct_codes", "cross_entropy_per_frame", "masked_cross_entropy", "mean_loss", "nats_to_bits", "z_loss"]
 
 
 def nats_to_bits(nats: Tensor) -> Tensor:
@@ -42,6 +42,18 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient_XV.to(ctx.logits_dtype), None
 
 
+def cross_entropy_per_frame(logits_KMV: Tensor, targets_KM: Tensor) -> Tensor:
+    """Cross entropy of every frame in fp32, ``[K, M]``; differentiable once."""
+    num_codebooks, num_frames, num_codes = logits_KMV.shape
+    if logits_KMV.is_contiguous():
+        nats: Tensor = _CrossEntropy.apply(logits_KMV.view(-1, num_codes), targets_KM.flatten())  # type: ignore[no-untyped-call]
+        return nats.view(num_codebooks, num_frames)
+    # The linear heads' logits are a view of a contiguous [M, K, V]: in that order nothing is copied.
+    flat_XV = logits_KMV.transpose(0, 1).reshape(-1, num_codes)
+    nats = _CrossEntropy.apply(flat_XV, targets_KM.t().flatten())  # type: ignore[no-untyped-call]
+    return nats.view(num_frames, num_codebooks).t()
+
+
 def masked_cross_entropy(logits_KMV: Tensor, targets_KM: Tensor) -> tuple[Tensor, int]:
     """Cross entropy summed over frames, in fp32.
 
@@ -52,14 +64,7 @@ def masked_cross_entropy(logits_KMV: Tensor, targets_KM: Tensor) -> tuple[Tensor
     Returns:
         ``nats_K``, the sum over the M frames for each codebook (0, still differentiable, when M is 0), and M.
     """
-    num_codebooks, num_frames, num_codes = logits_KMV.shape
-    if logits_KMV.is_contiguous():
-        nats = _CrossEntropy.apply(logits_KMV.view(-1, num_codes), targets_KM.flatten())  # type: ignore[no-untyped-call]
-        return nats.view(num_codebooks, num_frames).sum(dim=1), num_frames
-    # The linear heads' logits are a view of a contiguous [M, K, V]: in that order nothing is copied.
-    flat_XV = logits_KMV.transpose(0, 1).reshape(-1, num_codes)
-    nats = _CrossEntropy.apply(flat_XV, targets_KM.t().flatten())  # type: ignore[no-untyped-call]
-    return nats.view(num_frames, num_codebooks).sum(dim=0), num_frames
+    return cross_entropy_per_frame(logits_KMV, targets_KM).sum(dim=1), targets_KM.shape[1]
 
 
 @torch.no_grad()

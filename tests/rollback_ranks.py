@@ -15,6 +15,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--scheme", default="pre")
     parser.add_argument("--data", default="advance")
+    parser.add_argument("--lag", type=int, default=0)
     args = parser.parse_args()
     options = {
         "devices": 2,
@@ -23,6 +24,7 @@ if __name__ == "__main__":
         "scheme": args.scheme,
         "data": args.data,
         "steps": 20,
+        "lag": args.lag,
     }
     trainer, losses, guard = runs.train(
         args.folder / "fault",

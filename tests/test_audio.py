@@ -1,5 +1,6 @@
 """Reading audio: what is found, what is refused and why, and that reading changes nothing that is heard."""
 
+import os
 import re
 
 import numpy as np
@@ -95,6 +96,36 @@ def test_a_wav_written_to_a_pipe_is_whole(tmp_path):
     data[place : place + 4] = b"\xff\xff\xff\xff"  # ffmpeg's size when it cannot seek back
     path.write_bytes(bytes(data))
     assert read_audio(path, 24_000).shape[1] == 48_000
+
+
+@pytest.mark.parametrize(
+    "subtype", ["PCM_U8", "PCM_24", "PCM_32", "DOUBLE", "ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM", "GSM610"]
+)
+def test_all_kinds_of_wav(tmp_path, subtype):
+    path = write(tmp_path / "a.wav", 2.0, 8_000, 5, subtype=subtype)
+    audio_1N = read_audio(path, 24_000, min_seconds=1)
+    assert audio_1N.shape[1] == pytest.approx(48_000, abs=3000)
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(AudioError):
+        read_audio(path, 24_000, min_seconds=1)
+
+
+def test_wav_with_other_chunks_even_unpadded(tmp_path):
+    whole = write(tmp_path / "a.wav", 2.0, 24_000, 5).read_bytes()
+    place = whole.index(b"data")
+    for chunk in (b"LIST\x05\x00\x00\x00INFO!\x00", b"id3 \x04\x00\x00\x00tags", b"bext\x00\x00\x00\x00"):
+        (tmp_path / "a.wav").write_bytes(whole[:place] + chunk + whole[place:])
+        assert read_audio(tmp_path / "a.wav", 24_000).shape[1] == 48_000
+
+
+def test_dead_links_and_vanished_files_are_reported_and_pipes_do_not_hang(tmp_path):
+    write(tmp_path / "good.wav", 1.5, 8_000, 6)
+    (tmp_path / "dead.wav").symlink_to(tmp_path / "nowhere.wav")
+    os.mkfifo(tmp_path / "pipe.wav")
+    files, _ = find_audio([tmp_path])
+    assert [file.track for file in files] == ["dead.wav", "good.wav"]
+    with pytest.raises(AudioError, match="cannot be read: No such file"):
+        read_audio(files[0].path, 24_000)
 
 
 def test_missing_source_and_two_files_of_one_id(tmp_path):

@@ -1,5 +1,6 @@
 """The codecs behind one interface: shapes, reproducibility, windows, and what is said when something is missing."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -107,6 +108,20 @@ def test_fit_is_reproducible_and_books_survive_the_disk(books, tmp_path):
     np.savez(tmp_path / "shapes.npz", books=np.zeros((2, 4, 8)), mean=np.zeros(7), scale=np.ones(8))
     with pytest.raises(ValueError, match=r"must be \(K, V, D\)"):
         load_books(tmp_path / "shapes.npz")
+
+
+@pytest.mark.parametrize("backend", ["faiss", "sklearn"])
+def test_both_backends_fit_clusters_that_are_there(backend, monkeypatch):
+    pytest.importorskip(backend)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == backend else None)
+    rng = np.random.default_rng(0)
+    centres_VD = rng.normal(size=(8, 5)).astype(np.float32) * 10
+    features_TD = np.repeat(centres_VD, 50, axis=0) + rng.normal(0, 0.01, (400, 5)).astype(np.float32)
+    books = fit(features_TD, 2, 8)
+    codes_KT = books.encode(features_TD)
+    left = np.square((features_TD - books.decode(codes_KT)) / books.scale_D).mean()
+    assert left < 0.05
+    assert fit(features_TD, 2, 8).digest == books.digest
 
 
 def test_constant_features_do_not_break_the_fit():

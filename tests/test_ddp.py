@@ -22,6 +22,11 @@ def test_a_fault_on_one_rank_is_rolled_back_bitwise_on_both(tmp_path: Path) -> N
     check_ranks(done.stdout, "[[48, 64]]")
 
 
+def test_reading_the_reduced_numbers_late_is_as_exact(tmp_path: Path) -> None:
+    done = run_ranks([RANKS, str(tmp_path), "--lag", "1"])
+    check_ranks(done.stdout, "[[12, 17]]")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "workers", "scheme", "data"),
@@ -98,3 +103,9 @@ def test_the_command_line_trains_on_two_ranks_and_rolls_both_back(tmp_path: Path
     bad = next(r for r in rolled[0]["series"] if r["attempt"] == rolled[0]["verdict"]["onset"])
     assert bad["rank_values"][1] > 3 * bad["rank_values"][0]
     assert {row["rank"] for row in rolled[0]["batches"]} == {0, 1}
+
+
+def test_sharded_parameters_are_rolled_back_shard_by_shard(tmp_path: Path) -> None:
+    done = run_ranks([str(ROOT / "tests" / "sharded_ranks.py"), str(tmp_path)])
+    for rank in (0, 1):
+        assert f"RANK {rank} rollbacks=1 equal=True norms=True" in done.stdout, done.stdout[-3000:]

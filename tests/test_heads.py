@@ -95,6 +95,9 @@ def test_losses_equal_those_of_the_logits_with_gradients(head: str, z_weight: fl
     (objective * weight).sum().backward()
     torch.testing.assert_close(losses.objective_K, objective)
     torch.testing.assert_close(losses.nats_K, nats.detach())
+    per_frame = torch.stack([F.cross_entropy(logits[k], targets[k], reduction="none") for k in range(3)])
+    torch.testing.assert_close(losses.nats_KM, per_frame.detach())
+    assert not losses.nats_KM.requires_grad
     assert torch.equal(losses.correct_K, correct_codes(logits, targets))
     assert losses.frames == frames == 6
     for ours, theirs in zip(got, [x_again.grad, *(p.grad for p in heads.parameters())], strict=True):

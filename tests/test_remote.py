@@ -1,26 +1,24 @@
 """Remote shard sets: a real S3 server on loopback, and an HTTP server that fails, stalls, truncates and lies."""
 
 import contextlib
-import http.server
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flawed_server import Flawed
 
 from datamodules import cache_folder
 from datamodules.cache_folder import CacheError, locked, make_room, used_bytes
 from datamodules.object_fetch import FetchError, FetchPolicy, ObjectStore
-from datamodules.remote import CacheSettings, ShardCache, is_remote, load_remote_index, open_remote
+from datamodules.remote import CacheSettings, ShardCache, is_remote, load_remote_index, open_remote, open_set
 from datamodules.set_statistics import read_tracks
 from datamodules.shard_reader import ShardReader
 from datamodules.shard_writer import ShardWriter
@@ -39,61 +37,6 @@ def shards(tmp_path_factory):
             writer.add(np.random.default_rng(seed).integers(0, 16, (2, 1000)).astype(np.int16), f"t{seed}")
     assert len(load_index(root).shards) == 6  # of 8,128 bytes each
     return root
-
-
-class Flawed(http.server.ThreadingHTTPServer):
-    """Serves a folder on loopback; `flaw(path, number of the request)` says what goes wrong with a request."""
-
-    daemon_threads = True
-
-    def __init__(self, root, flaw=lambda path, number: ""):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.root, self.flaw, self.requests, self.ranges = root, flaw, 0, True
-        self.asked = []
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, request, client_address):
-        pass  # broken connections are what these tests are about
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        server = self.server
-        server.requests += 1
-        server.asked.append(f"{self.path} {self.headers.get('Range', '')}")
-        flaw = server.flaw(self.path, server.requests)
-        path = server.root / self.path.lstrip("/")
-        if flaw.isdigit() or not path.exists():
-            self.send_error(int(flaw or 404))
-            return
-        data = path.read_bytes()
-        found = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if server.ranges else None
-        low, high = (int(found[1]), int(found[2] or len(data)) + 1) if found else (0, len(data))
-        if low >= len(data):
-            self.send_error(416)
-            return
-        body = data[low:high]
-        if flaw == "garble":
-            body = bytes(len(body))
-        self.send_response(206 if found else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if flaw == "stall":
-            time.sleep(2)
-            return
-        self.wfile.write(body[: len(body) // 2] if flaw == "cut" else body)
-        if flaw == "cut":
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture
@@ -253,6 +196,21 @@ def test_fetching_ahead_fills_the_cache_before_it_is_asked(serve, shards, tmp_pa
     assert server.requests == before
 
 
+def test_the_first_miss_brings_the_whole_set_where_it_fits(serve, shards, tmp_path):
+    server = serve()
+    index, cache = open_remote(server.url, settings(tmp_path / "a", ahead=2))
+    cache.open_shard(index.shards[4])
+    end = time.monotonic() + 10
+    while len(list(cache.folder.glob("*.npy"))) < 6 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(list(cache.folder.glob("*.npy"))) == 6
+    assert server.requests == 1 + 6 * 3  # the index, and each of 3 ranges once
+    index, small = open_remote(server.url, settings(tmp_path / "b", max_bytes=4 * 8128, ahead=2))
+    small.open_shard(index.shards[4])
+    time.sleep(0.2)
+    assert [path.name for path in small.folder.glob("*.npy")] == ["shard-00004.npy"]
+
+
 def test_a_failure_ahead_is_reported_by_the_one_who_needs_the_shard(serve, tmp_path):
     server = serve(lambda path, number: "404" if "00003.npy" in path else "")
     index, cache = open_remote(server.url, settings(tmp_path, ahead=2))
@@ -377,6 +335,9 @@ def test_policies_out_of_range():
     for wrong in ({"attempts": 0}, {"timeout": 0}, {"range_bytes": 0}, {"backoff": -1}):
         with pytest.raises(ValueError, match="must be above 0"):
             FetchPolicy(**wrong)
+    index, open_shard = open_set("bundled")
+    assert index.checksum == load_index("bundled").checksum
+    assert open_shard is None
     assert is_remote("s3://a/b")
     assert not is_remote("/data/set")
     assert ObjectStore("http://x/y/", QUICK).url == "http://x/y"

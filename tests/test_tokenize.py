@@ -17,7 +17,8 @@ from sounds import mixed_folder, write
 from datamodules.audio import find_audio, read_audio
 from datamodules.codecs import CodecOptions, build_codec
 from datamodules.shard_reader import ShardReader
-from datamodules.shards import load_index
+from datamodules.shard_writer import ShardWriter
+from datamodules.shards import Codec, load_index
 from experiments import tokenize
 
 ROOT = Path(__file__).parent.parent
@@ -240,6 +241,35 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path, capsys):
     assert run(tmp_path / "music", "--out", tmp_path / "thesis", *SMALL) == 1
     assert "holds other files" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+
+
+def test_killed_between_a_full_shard_and_its_closing(tmp_path, monkeypatch):
+    codec = Codec("rvq_mel", 24_000, 75.0, 2, 16, {})
+    codes_KT = np.ones((2, 300), np.int16)
+
+    def fill(folder, names):
+        with ShardWriter(folder, codec, 2000) as writer:
+            for name in names:
+                if name not in writer:
+                    writer.add(codes_KT, name)
+
+    fill(tmp_path / "whole", "abcde")
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "_finish", lambda self, split: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            fill(tmp_path / "set", "abcde")
+    fill(tmp_path / "set", "abcde")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("left", ["books.npz.tmp", "tokenize.json.tmp"])
+def test_killed_before_the_first_track(tmp_path, left):
+    write(tmp_path / "music" / "a.wav", 12, 24_000, 1)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / left).write_bytes(b"half")
+    for out in ("set", "whole"):
+        assert run(tmp_path / "music", "--out", tmp_path / out, *SMALL, "--val-fraction", "0") == 0
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from experiments.bench.detector_traces import RealScore, RealTrace, load
 OURS = "Ballast"
 FloatN = npt.NDArray[np.float64]
 IntN = npt.NDArray[np.int64]
+Judged = tuple[dict[str, IntN], FloatN]  # rule -> flagged rows; limit of the gradient norm per row
+T = TypeVar("T", bound=RealTrace | Trace)
 
 
 def ballast(loss: FloatN, grad_norm: FloatN) -> tuple[IntN, FloatN]:
@@ -50,14 +53,18 @@ def ballast(loss: FloatN, grad_norm: FloatN) -> tuple[IntN, FloatN]:
     return np.array(act, dtype=np.int64), limits
 
 
-def _judge_real(trace: RealTrace) -> tuple[dict[str, IntN], FloatN]:
+def _judge(trace: RealTrace | Trace) -> Judged:
     act, limits = ballast(trace.loss, trace.grad_norm)
     return {OURS: act} | _peers(trace.loss, trace.grad_norm), limits
 
 
-def _judge_synthetic(trace: Trace) -> tuple[dict[str, IntN], FloatN]:
-    act, limits = ballast(trace.loss, trace.grad_norm)
-    return {OURS: act} | _peers(trace.loss, trace.grad_norm), limits
+def _spread(judge: Callable[[T], Judged], runs: Sequence[T], jobs: int) -> Iterator[Judged]:
+    """Judge the runs in order, in `jobs` processes."""
+    if jobs == 1:
+        yield from map(judge, runs)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(judge, runs)
 
 
 def _peers(loss: FloatN, grad_norm: FloatN) -> dict[str, IntN]:
@@ -70,16 +77,13 @@ def real_table(jobs: int, progress: Progress) -> dict[str, Any]:
     runs = list(load())
     scores: dict[str, dict[str, RealScore]] = {}
     gradients = GradientScore()
-    with ProcessPoolExecutor(jobs) as pool:
-        judged = pool.map(_judge_real, runs, chunksize=1)
-        for run, (flags, limits) in progress.track(
-            zip(runs, judged, strict=True), total=len(runs), description="real runs"
-        ):
-            gradients.add_healthy(run.grad_norm, limits, clean=bool(run.labels["clean"]))
-            for name, rows in flags.items():
-                parts = scores.setdefault(name, {part: RealScore() for part in ("all", "design", "held_out")})
-                for part in ("all", "held_out" if run.held_out else "design"):
-                    parts[part].add(run, rows)
+    judged = zip(runs, _spread(_judge, runs, jobs), strict=True)
+    for run, (flags, limits) in progress.track(judged, total=len(runs), description="real runs"):
+        gradients.add_healthy(run.grad_norm, limits, clean=bool(run.labels["clean"]))
+        for name, rows in flags.items():
+            parts = scores.setdefault(name, {part: RealScore() for part in ("all", "design", "held_out")})
+            for part in ("all", "held_out" if run.held_out else "design"):
+                parts[part].add(run, rows)
     table = {name: {part: score.row() for part, score in parts.items()} for name, parts in scores.items()}
     return {"rules": table, "vetoes": gradients.row(), "runs": len(runs)}
 
@@ -89,14 +93,11 @@ def synthetic_table(count: int, rows: int, seed: int, jobs: int, progress: Progr
     runs = traces(count, rows, seed)
     scores: dict[str, SyntheticScore] = {}
     gradients = GradientScore()
-    with ProcessPoolExecutor(jobs) as pool:
-        judged = pool.map(_judge_synthetic, runs, chunksize=4)
-        for run, (flags, limits) in progress.track(
-            zip(runs, judged, strict=True), total=len(runs), description="synthetic traces"
-        ):
-            gradients.add_synthetic(run, limits)
-            for name, found in flags.items():
-                scores.setdefault(name, SyntheticScore()).add(run, found)
+    judged = zip(runs, _spread(_judge, runs, jobs), strict=True)
+    for run, (flags, limits) in progress.track(judged, total=len(runs), description="synthetic traces"):
+        gradients.add_synthetic(run, limits)
+        for name, found in flags.items():
+            scores.setdefault(name, SyntheticScore()).add(run, found)
     table = {name: score.row() for name, score in scores.items()}
     return {"rules": table, "vetoes": gradients.row(), "traces": len(runs), "rows": rows, "seed": seed}
 
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> int:
             print(f"error: --{name} {getattr(args, name)}: expected at least {low}", file=sys.stderr)
             return 2
     count = min(args.synthetic, 100) if args.quick else args.synthetic
-    results: dict[str, Any] = {"cost": microseconds(repeats=3 if args.quick else 9), "bloom": bloom_replays()}
+    results: dict[str, Any] = {"cost": microseconds(*((3, 500) if args.quick else (9, 4000))), "bloom": bloom_replays()}
     with Progress() as progress:
         if not args.no_real:
             results["real"] = real_table(args.jobs, progress)

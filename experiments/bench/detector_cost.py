@@ -10,13 +10,11 @@ import torch
 
 from callbacks.detector import Detector
 
-STEPS = 4000
 
-
-def _loss(seed: int) -> list[float]:
+def _loss(seed: int, steps: int) -> list[float]:
     draw = np.random.default_rng(seed)
-    step = np.arange(STEPS)
-    loss = 3.0 + 7.0 * np.exp(-step / 800.0) + 0.05 * draw.standard_normal(STEPS)
+    step = np.arange(steps)
+    loss = 3.0 + 7.0 * np.exp(-step / 800.0) + 0.05 * draw.standard_normal(steps)
     return [float(value) for value in loss]
 
 
@@ -28,7 +26,7 @@ def _time_ours(losses: list[float], norms: list[float] | None) -> float:
     start = time.perf_counter()
     for step, row in enumerate(rows):
         detector.update(step, row)
-    return (time.perf_counter() - start) / STEPS * 1e6
+    return (time.perf_counter() - start) / len(losses) * 1e6
 
 
 class _OneProcess:
@@ -56,17 +54,18 @@ def _time_lightning(losses: list[float]) -> float:
     start = time.perf_counter()
     for step, loss in enumerate(tensors):
         detector.on_train_batch_end(fabric, loss, None, step)  # type: ignore[arg-type]
-    return (time.perf_counter() - start) / STEPS * 1e6
+    return (time.perf_counter() - start) / len(losses) * 1e6
 
 
-def microseconds(repeats: int) -> dict[str, Any]:
+def microseconds(repeats: int, steps: int = 4000) -> dict[str, Any]:
     """Return the median microseconds a step of each, from interleaved repeats.
 
     Args:
         repeats: how often each is timed.
+        steps: steps of each timing.
     """
     draw = np.random.default_rng(0)
-    norms = [float(value) for value in np.exp(0.2 * draw.standard_normal(STEPS))]
+    norms = [float(value) for value in np.exp(0.2 * draw.standard_normal(steps))]
     timers: dict[str, Callable[[list[float]], float]] = {
         "Ballast, loss": lambda losses: _time_ours(losses, None),
         "Ballast, loss and gradient norm": lambda losses: _time_ours(losses, norms),
@@ -75,5 +74,5 @@ def microseconds(repeats: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in timers}
     for repeat in range(repeats):
         for name, timer in timers.items():
-            times[name].append(timer(_loss(repeat)))
+            times[name].append(timer(_loss(repeat, steps)))
     return {name: statistics.median(values) for name, values in times.items()}

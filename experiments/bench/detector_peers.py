@@ -7,7 +7,7 @@ when numba is installed (extra `bench`) and run as plain Python otherwise, with 
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ except ImportError:  # plain Python loops: the same numbers, slower
 
 def compiled(function: F) -> F:
     """Compile with numba where there is numba."""
-    return function if njit is None else njit(cache=True)(function)  # type: ignore[no-any-return]
+    return function if njit is None else cast(F, njit(cache=True)(function))
 
 
 @compiled

@@ -141,7 +141,7 @@ class SyntheticScore:
         """Count one trace; `flagged` holds the rows at which the detector called for action, ascending."""
         end = trace.start - MARGIN if trace.has_event and trace.start is not None else trace.loss.size
         quiet = flagged[(flagged >= EARLY) & (flagged < end)]
-        self.false_alarms += int((np.diff(quiet, prepend=-GAP - 1) > GAP).sum()) if quiet.size else 0
+        self.false_alarms += int((np.diff(quiet, prepend=np.int64(-GAP - 1)) > GAP).sum()) if quiet.size else 0
         self.clean_rows += max(0, end - EARLY)
         if not trace.has_event or trace.start is None:
             return
@@ -160,7 +160,7 @@ class SyntheticScore:
 
     def row(self) -> dict[str, Any]:
         """Return the table's numbers."""
-        delays = self.delays or [math.nan]
+        delays: list[float] = [*self.delays] or [math.nan]
         return {
             "recall": self.found / max(1, self.events),
             "precision": self.found / max(1, self.found + self.false_alarms),
@@ -177,5 +177,5 @@ def _longest_run(rows: npt.NDArray[np.int64]) -> int:
     if not rows.size:
         return 0
     breaks = np.flatnonzero(np.diff(rows) > 1)
-    edges = np.concatenate([[-1], breaks, [rows.size - 1]])
+    edges = np.concatenate([np.array([-1]), breaks, np.array([rows.size - 1])])
     return int(np.diff(edges).max())

@@ -56,7 +56,9 @@ def _read(path: Path, entry: dict[str, str], labels: dict[str, Any]) -> RealTrac
         return np.array([float(row[name]) if row.get(name) else math.nan for row in rows])
 
     if entry["step_column"] == "regular":
-        steps = float(entry["first_step"]) + float(entry["log_interval"]) * np.arange(len(rows))
+        steps: FloatN = float(entry["first_step"]) + float(entry["log_interval"]) * np.arange(
+            len(rows), dtype=np.float64
+        )
     else:
         steps = column("step")
     source = entry["id"].rsplit("-", 1)[0]
@@ -149,7 +151,7 @@ class RealScore:
 
     def row(self) -> dict[str, Any]:
         """Return the table's numbers."""
-        delays = self.delays or [math.nan]
+        delays: list[float] = [*self.delays] or [math.nan]
         return {
             "recall": self.found / max(1, self.events),
             "macro_recall": float(np.mean(self.per_trace)) if self.per_trace else math.nan,

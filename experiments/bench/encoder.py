@@ -10,6 +10,7 @@ measured in the same rounds.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -19,14 +20,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 
 from experiments.bench import encoder_peers as peers
 from experiments.bench.encoder_peers import SIZES, Bench, Size, Step
+from experiments.progress import WorkProgress
 
 Row = dict[str, Any]
 CEILING = "matrix products alone"
+TABLE_WIDTH = 130
 
 
 def synchronize(device: torch.device) -> None:
@@ -35,23 +37,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved_medians(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, progress: Progress, title: str
-) -> dict[str, float]:
+def interleaved_medians(steps: Mapping[str, Step], rounds: int, device: torch.device, title: str) -> dict[str, float]:
     """Median seconds of each step over rounds in which every step runs once, starting at another one each round."""
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    task = progress.add_task(title, total=(rounds + 1) * len(names))
-    for index in range(-1, rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            synchronize(device)
-            start = time.perf_counter()
-            steps[name]()
-            synchronize(device)
-            if index >= 0:
-                seconds[name].append(time.perf_counter() - start)
-            progress.advance(task)
-    progress.remove_task(task)
+    with WorkProgress(title, (rounds + 1) * len(names), "steps") as progress:
+        for index in range(-1, rounds):
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                synchronize(device)
+                start = time.perf_counter()
+                steps[name]()
+                synchronize(device)
+                if index >= 0:
+                    seconds[name].append(time.perf_counter() - start)
+                progress.advance(1, name)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -62,6 +61,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr otherwise
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     held = peak = 0
@@ -72,7 +72,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
     return int(peak)
 
 
-def blocks_table(bench: Bench, size: Size, options: argparse.Namespace, progress: Progress) -> list[Row]:
+def blocks_table(bench: Bench, size: Size, options: argparse.Namespace) -> list[Row]:
     """Stacks of blocks against the peers and the ceiling."""
     steps: dict[str, Step] = {CEILING: peers.products_step(bench, size)}
     parameters: dict[str, int] = {}
@@ -82,7 +82,7 @@ def blocks_table(bench: Bench, size: Size, options: argparse.Namespace, progress
         parameters[name] = sum(p.numel() for p in module.parameters())
         steps[name] = peers.block_step(bench, size, module)
     memory = {name: peak_bytes(step, bench.device) for name, step in steps.items() if name != CEILING}
-    seconds = interleaved_medians(steps, options.repeats, bench.device, progress, f"{size.name}: blocks")
+    seconds = interleaved_medians(steps, options.repeats, bench.device, f"{size.name}: blocks")
     ours = seconds["Ballast pre"]
     return [
         {
@@ -99,14 +99,14 @@ def blocks_table(bench: Bench, size: Size, options: argparse.Namespace, progress
     ]
 
 
-def whole_table(bench: Bench, size: Size, options: argparse.Namespace, progress: Progress) -> list[Row]:
+def whole_table(bench: Bench, size: Size, options: argparse.Namespace) -> list[Row]:
     """The whole training step, Ballast and the same job with HuBERT's encoder."""
     torch.manual_seed(0)
     steps = {"Ballast, heads on masked frames": peers.whole_ballast(bench, size)}
     if not any(sentence.startswith("HuBERT") for sentence in peers.missing_peers()):
         steps["HuBERT encoder, heads on all frames"] = peers.whole_hubert(bench, size)
     memory = {name: peak_bytes(step, bench.device) for name, step in steps.items()}
-    seconds = interleaved_medians(steps, options.repeats, bench.device, progress, f"{size.name}: whole step")
+    seconds = interleaved_medians(steps, options.repeats, bench.device, f"{size.name}: whole step")
     ours = next(iter(seconds.values()))
     return [
         {
@@ -120,14 +120,14 @@ def whole_table(bench: Bench, size: Size, options: argparse.Namespace, progress:
     ]
 
 
-def price_table(bench: Bench, size: Size, options: argparse.Namespace, progress: Progress) -> list[Row]:
+def price_table(bench: Bench, size: Size, options: argparse.Namespace) -> list[Row]:
     """Each option over plain Pre-Norm, whole training step."""
     steps: dict[str, Step] = {}
     for name, changed in {"plain Pre-Norm": {}, **peers.PRICED}.items():
         torch.manual_seed(0)
         steps[name] = peers.priced_step(bench, size, changed)
     memory = {name: peak_bytes(step, bench.device) for name, step in steps.items()}
-    seconds = interleaved_medians(steps, options.repeats, bench.device, progress, f"{size.name}: price of options")
+    seconds = interleaved_medians(steps, options.repeats, bench.device, f"{size.name}: price of options")
     plain = seconds["plain Pre-Norm"]
     return [
         {"option": name, "seconds": value, "price": value / plain - 1.0, "peak_mib": memory[name] / 2**20}
@@ -208,26 +208,23 @@ def main(argv: list[str]) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    console, results = Console(), {}
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    results: dict[str, list[Row]] = {}
     for sentence in peers.missing_peers():
         console.print(sentence)
-    with Progress(*Progress.get_default_columns()[:-1], TimeRemainingColumn(), console=console, transient=True) as bar:
-        for precision in options.precisions:
-            bench = Bench(device, precision == "bf16")
-            peak = peak_gflops(bench)
-            console.print(
-                f"{precision} on {device}, {torch.get_num_threads()} threads, large product {peak:,.0f} GFLOP/s"
-            )
-            for name in options.sizes:
-                for kind in options.tables:
-                    if kind == "price" and (name != options.price_size or precision != options.precisions[0]):
-                        continue
-                    rows = TABLES[kind](bench, SIZES[name], options, bar)
-                    if kind == "blocks" and device.type == "cuda":
-                        utilization = options.peak_tflops * 1e3 if options.peak_tflops else peak
-                        rows = [{**row, "mfu": f"{row['gflops'] / utilization:.2f}"} for row in rows]
-                    show(console, f"{name} {precision}: {kind}", rows)
-                    results[f"{name}/{precision}/{kind}"] = rows
+    for precision in options.precisions:
+        bench = Bench(device, precision == "bf16")
+        peak = peak_gflops(bench)
+        console.print(f"{precision} on {device}, {torch.get_num_threads()} threads, large product {peak:,.0f} GFLOP/s")
+        for name, kind in ((name, kind) for name in options.sizes for kind in options.tables):
+            if kind == "price" and (name != options.price_size or precision != options.precisions[0]):
+                continue
+            rows = TABLES[kind](bench, SIZES[name], options)
+            if kind == "blocks" and device.type == "cuda":
+                attainable = options.peak_tflops * 1e3 if options.peak_tflops else peak
+                rows = [{**row, "mfu": f"{row['gflops'] / attainable:.2f}"} for row in rows]
+            show(console, f"{name} {precision}: {kind}", rows)
+            results[f"{name}/{precision}/{kind}"] = rows
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(

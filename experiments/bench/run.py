@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-NAMES = ("detector", "stream", "guard", "encoder")
+NAMES = ("detector", "stream", "guard", "encoder", "norms", "natural")
 
 
 def main(argv: list[str]) -> int:
