@@ -18,8 +18,9 @@ from callbacks.spike_guard import SpikeGuard
 
 
 class Sharded(LightningModule):
-    def __init__(self, bad: int) -> None:
+    def __init__(self, rows: Tensor, bad: int) -> None:
         super().__init__()
+        self.rows = rows
         self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
         self.seen, self.bad = 0, bad
 
@@ -33,6 +34,9 @@ class Sharded(LightningModule):
         self.seen += 1
         return loss
 
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.rows[self.global_rank :: 2]), batch_size=4)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -45,10 +49,10 @@ def train(folder: Path, rows: Tensor, script: dict[int, int], bad: int) -> tuple
     guard.detector = ScriptedDetector(script)
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        max_steps=20, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[guard],
+        max_steps=20, use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[guard],
         enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(Sharded(bad), DataLoader(TensorDataset(rows), batch_size=4))
+    trainer.fit(Sharded(rows, bad))
     return trainer, guard
 
 
@@ -65,7 +69,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
-    train(args.folder / "first", rows, {}, bad=-1)  # the first run also starts the process group, which draws
     # Batches 12 to 15 are passed by; each takes 8 rows, 4 on each rank.
     faulty, guard = train(args.folder / "fault", rows, {15: 14}, bad=13)
     norms = [r.gradient_norm for r in guard.history]
