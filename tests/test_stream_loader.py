@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,25 @@ def test_a_cache_in_front_serves_the_same_and_is_told_what_comes(root, whole, tm
     if not workers:
         assert sorted(told) == sorted(train)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(train)
+
+
+def test_few_open_files_serve_the_same_and_a_file_changed_meanwhile_is_hashed_again(root, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("datamodules.shard_files.MAX_OPEN_FILES", 2)
+    copy = Path(shutil.copytree(root, tmp_path / "copy"))
+    stream = stream_of(copy, shuffle_shards=1)
+    assert len(stream.table.shards) > 3
+    few = iter(TokenLoader(stream_of(copy)))
+    assert [facts([next(few)]) for _ in range(EPOCH)] == whole[:EPOCH]
+    for number in range(EPOCH):
+        stream.batch(number)
+    assert len(stream._files._descriptors) <= 2
+    for shard in load_index(copy).of_split("train"):
+        data = bytearray((copy / shard.file).read_bytes())
+        data[200:400] = bytes(200)
+        (copy / shard.file).unlink()
+        (copy / shard.file).write_bytes(data)
+    with pytest.raises(ValueError, match="do not have the sha256"):
+        [stream.batch(number) for number in range(2 * EPOCH)]
 
 
 def test_a_dead_codebook_warns(tmp_path):
