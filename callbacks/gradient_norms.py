@@ -106,7 +106,8 @@ class GradientNorms(Callback):
         values = self.norms()
         pl_module.gradient_norm_total = values[0]
         self.history.append((trainer.fit_loop.epoch_loop._batches_that_stepped, values[1:]))
-        if trainer.fit_loop.epoch_loop._batches_that_stepped % self.every_n_steps == 0:
+        # Counted as Lightning counts its log steps, so that norms and losses stand in one row.
+        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % self.every_n_steps == 0:
             self._log(trainer, pl_module, values)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, values: Tensor) -> None:

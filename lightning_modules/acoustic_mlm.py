@@ -198,7 +198,7 @@ class AcousticMLM(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the update-to-weight ratios: the step itself may not log."""
         if self._update_ratios:
-            self.log_dict({f"health/update_ratio_{k}": v for k, v in self._update_ratios.items()}, on_step=True)
+            self._log_once({f"health/update_ratio_{k}": v for k, v in self._update_ratios.items()})
             self._update_ratios = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -283,7 +283,12 @@ class AcousticMLM(LightningModule):
                     rows[f"health/entropy_bits_codebook_{k}"] = nats_to_bits(sums.entropy_K[k] / frames)
                     rows[f"health/logit_norm_codebook_{k}"] = sums.logit_norm_K[k] / frames
                     rows[f"health/dead_codes_codebook_{k}"] = dead_K[k].float()
-        self.log_dict(rows, on_step=True, on_epoch=False)
+        self._log_once(rows)
+
+    def _log_once(self, rows: dict[str, Tensor]) -> None:
+        # Straight to the loggers: a value given to `self.log` would be repeated in every later row of the epoch.
+        for logger in self.trainer.loggers:
+            logger.log_metrics({name: float(value) for name, value in rows.items()}, step=self._attempt())
 
     def configure_optimizers(self) -> Any:
         """AdamW over all parameters and its schedule, stepped with every optimizer step."""

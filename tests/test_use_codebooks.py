@@ -36,7 +36,7 @@ def test_every_rank_knows_the_lengths_of_all_ranks_clips(tmp_path: Path) -> None
     data = CodecTokens(data_dir=str(tmp_path), num_frames=50, global_batch=6, val_split="train")
     stream = data._stream("train")
     for number in range(12):
-        shares = [stream.batch(number, rank, 3) for rank in range(3)]
+        shares = [stream.batch(number, rank=rank, world=3) for rank in range(3)]
         together = torch.cat([share["num_frames"] for share in shares])
         assert len(set(together.tolist())) > 1
         for share in shares:
