@@ -19,7 +19,7 @@ RUN_SCORES = (7.0, 6.0, 5.0, 4.5)  # smallest geometric mean of their scores
 RUN_LOW = 3.5  # every row of a run must exceed this
 RECORD_LOW = 1.5  # what counts as a run on record
 BIG_ROWS, BIG = 3, 0.5  # rows all raised by half of the level (and half of the range): acted on whatever came before
-HUGE_SCORE = 20.0  # one row, if it also doubles the level and exceeds half of the range
+HUGE_SCORE, REACH = 20.0, 0.25  # one row, if it also doubles the level and exceeds a quarter of the range
 LONE_SCORE, LONE_HISTORY = 7.5, 4000  # one row without precedent, and the quiet rows that it takes to say so
 SETBACK = 0.5  # share of the second half's gain that must be undone
 CLIP = 4.0  # largest score that enters the slow averages: one outlier must not look like a rise
@@ -238,7 +238,7 @@ class LossMonitor(Stateful):
         level, reach = abs(base.center), self.progress.range
         alone = self.scores[-2] <= RUN_LOW
         huge = max(HUGE_SCORE, self.bar(self.lone.top, seen)) if alone else HUGE_SCORE
-        if score > huge and excess > max(level, 0.5 * reach):
+        if score > huge and excess > max(level, REACH * reach):
             return True
         held = min(self.scores[-BIG_ROWS:])
         if held > RUN_SCORES[1] and held * base.spread > BIG * max(level, reach):
