@@ -26,6 +26,7 @@ CLIP = 4.0  # largest score that enters the slow averages: one outlier must not 
 PERIODS = (12, 64)
 REARM = 5.0  # a second call for action needs a row this much above the rows before it, or twice the first one's excess
 RECENT = 32
+SPENT = 0.01  # part of its peak below which an excursion is over, however small the noise
 GROWING = 1.25  # growth of the excess over half of the patience that forbids accepting the level
 
 
@@ -199,7 +200,7 @@ class LossMonitor(Stateful):
     def _excursion(self, x: float, score: float, excess: float, slow: Judgement | None) -> tuple[str, bool]:
         self.length += 1
         self.recent.push(x)
-        raised = score > RAISED
+        raised = score > RAISED and excess > SPENT * self.peak
         self.raised += raised
         self.calm = 0 if raised or slow is not None else self.calm + 1
         if self.calm >= 3 or (self.calm and self.raised == 1):
@@ -244,13 +245,13 @@ class LossMonitor(Stateful):
         if held > RUN_SCORES[1] and held * base.spread > BIG * max(level, reach):
             return True
         matters = self.least()
+        if excess <= matters:
+            return False
         for rows, least, record in zip(RUNS, RUN_SCORES, self.runs, strict=True):
             run = self._run(rows, RUN_LOW)
             if run > least and run * base.spread > matters and run > self.bar(record.top, seen / rows):
                 return True
-        return (
-            excess > matters and self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
-        )
+        return self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
 
     def _hold(self, score: float) -> None:
         self.held[0] = max(self.held[0], score)
