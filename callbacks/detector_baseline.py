@@ -11,6 +11,7 @@ from callbacks.detector_state import SortedWindow, Stateful
 
 LEVEL_WINDOW = 32
 NOISE_WINDOW = 256
+YOUNG_NOISE = 48  # residuals kept at least, where the later half of a young run has fewer than NOISE_WINDOW
 MEMORY = 16384  # rows over which a record fades
 TAIL_INDEX = 4.0  # Student t with 4 degrees of freedom: the heaviest noise that is taken for noise
 LAG = 16  # blocks before a score counts as a record, so that a slow departure cannot raise its own bar
@@ -116,6 +117,8 @@ class Baseline(Stateful):
         if self.positive and x <= 0.0:
             self._leave_positive()
         if self.seen >= 4:
+            if len(self.noise) >= max(YOUNG_NOISE, self.seen // 2):
+                self.noise.drop()  # a young run's first half is steeper than what is to come
             self.noise.push((x - self.median) / self.size())
         self.level.push(x)
         self.seen += 1

@@ -19,13 +19,14 @@ RUN_SCORES = (7.0, 6.0, 5.0, 4.5)  # smallest geometric mean of their scores
 RUN_LOW = 3.5  # every row of a run must exceed this
 RECORD_LOW = 1.5  # what counts as a run on record
 BIG_ROWS, BIG = 3, 0.5  # rows all raised by half of the level (and half of the range): acted on whatever came before
-HUGE_SCORE = 20.0  # one row, if it also doubles the level and exceeds half of the range
+HUGE_SCORE, REACH = 20.0, 0.25  # one row, if it also doubles the level and exceeds a quarter of the range
 LONE_SCORE, LONE_HISTORY = 7.5, 4000  # one row without precedent, and the quiet rows that it takes to say so
 SETBACK = 0.5  # share of the second half's gain that must be undone
 CLIP = 4.0  # largest score that enters the slow averages: one outlier must not look like a rise
 PERIODS = (12, 64)
 REARM = 5.0  # a second call for action needs a row this much above the rows before it, or twice the first one's excess
 RECENT = 32
+SPENT = 0.01  # part of its peak below which an excursion is over, however small the noise
 GROWING = 1.25  # growth of the excess over half of the patience that forbids accepting the level
 
 
@@ -199,7 +200,7 @@ class LossMonitor(Stateful):
     def _excursion(self, x: float, score: float, excess: float, slow: Judgement | None) -> tuple[str, bool]:
         self.length += 1
         self.recent.push(x)
-        raised = score > RAISED
+        raised = score > RAISED and excess > SPENT * self.peak
         self.raised += raised
         self.calm = 0 if raised or slow is not None else self.calm + 1
         if self.calm >= 3 or (self.calm and self.raised == 1):
@@ -238,19 +239,19 @@ class LossMonitor(Stateful):
         level, reach = abs(base.center), self.progress.range
         alone = self.scores[-2] <= RUN_LOW
         huge = max(HUGE_SCORE, self.bar(self.lone.top, seen)) if alone else HUGE_SCORE
-        if score > huge and excess > max(level, 0.5 * reach):
+        if score > huge and excess > max(level, REACH * reach):
             return True
         held = min(self.scores[-BIG_ROWS:])
         if held > RUN_SCORES[1] and held * base.spread > BIG * max(level, reach):
             return True
         matters = self.least()
+        if excess <= matters:
+            return False
         for rows, least, record in zip(RUNS, RUN_SCORES, self.runs, strict=True):
             run = self._run(rows, RUN_LOW)
             if run > least and run * base.spread > matters and run > self.bar(record.top, seen / rows):
                 return True
-        return (
-            excess > matters and self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
-        )
+        return self.quiet >= LONE_HISTORY and score > max(LONE_SCORE, self.bar(self.lone.top, seen))
 
     def _hold(self, score: float) -> None:
         self.held[0] = max(self.held[0], score)

@@ -36,6 +36,10 @@ class SortedWindow:
         self.arrived.append(value)  # maxlen drops the oldest
         insort(ordered, value)
 
+    def drop(self) -> None:
+        """Drop the oldest value; the window must not be empty."""
+        del self.ordered[bisect_left(self.ordered, self.arrived.popleft())]
+
     def median(self) -> float:
         """Return the median (the mean of the two middle values of an even number); the window must not be empty."""
         ordered = self.ordered

@@ -176,27 +176,31 @@ class EpisodeTracker:
     def _back(self, episode: Episode) -> int | None:
         """Return the step since which the series is at its baseline again, if it is.
 
-        The median over a quarter of the episode's age must be there, within its own noise or 1 % of the peak.
+        The median over a quarter of the episode's age must be there.
         """
         rows = min(LONGEST_WINDOW, (1 if episode.kind != "rise" else 12) + self._age // 4)
         if len(self._recent) < rows:
             return None
         last = self._recent[-rows:]
-        peak = 0.01 * episode.excess if math.isfinite(episode.excess) else 0.0
-        noise = episode.scale / math.sqrt(rows)
-        if median(value for _, value in last) - episode.baseline > max(noise, peak):
+        if median(value for _, value in last) - episode.baseline > self._tolerance(episode, rows):
             return None
-        return self._since(episode, peak)
+        return self._since(episode)
 
-    def _since(self, episode: Episode, peak: float) -> int:
+    def _tolerance(self, episode: Episode, rows: float) -> float:
+        """Return by how much the mean of `rows` rows may exceed the baseline: its noise, but 1 to 3 % of the peak."""
+        noise = episode.scale / math.sqrt(rows)
+        peak = episode.excess
+        return max(min(noise, 0.03 * peak), 0.01 * peak) if math.isfinite(peak) else noise
+
+    def _since(self, episode: Episode) -> int:
         """Return the earliest recent step from which on the rows, taken together, are at the baseline."""
         total, since = 0.0, self._recent[-1][0]
         for count, (step, value) in enumerate(reversed(self._recent), start=1):
             over = value - episode.baseline
-            if over > max(3.5 * episode.scale, peak):
+            if step <= episode.end or over > 3.5 * episode.scale:
                 break
             total += over
-            if total / count <= max(episode.scale / math.sqrt(count), peak):
+            if total / count <= self._tolerance(episode, count / 4):  # two standard errors
                 since = step
         return int(since)
 

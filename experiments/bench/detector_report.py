@@ -101,37 +101,45 @@ def picture(results: dict[str, Any], ours: str, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     parts = [part for part in ("real", "synthetic") if part in results]
-    figure, axes = plt.subplots(1, len(parts), figsize=(7.5 * len(parts), 6), squeeze=False)
+    figure, axes = plt.subplots(1, len(parts), figsize=(6.5 * len(parts) + 2.5, 6), squeeze=False)
+    names = list(results[parts[0]]["rules"])
     for axis, part in zip(axes[0], parts, strict=True):
         rules = results[part]["rules"]
-        rows = {name: row["all"] if part == "real" else row for name, row in rules.items()}
+        rows = {name: rules[name]["all"] if part == "real" else rules[name] for name in names}
         _scatter(axis, rows, ours)
         count = results[part]["runs" if part == "real" else "traces"]
         axis.set_title(f"{count} {'real runs' if part == 'real' else 'synthetic traces'}")
-    figure.tight_layout()
+    handles = [
+        Line2D(
+            [], [], marker="o", linestyle="", color="crimson" if name == ours else "steelblue", label=f"{number} {name}"
+        )
+        for number, name in enumerate(names, start=1)
+    ]
+    figure.tight_layout(rect=(0, 0, 1 - 2.6 / figure.get_figwidth(), 1))
+    figure.legend(handles=handles, loc="center right", fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _scatter(axis: Any, rows: dict[str, dict[str, Any]], ours: str) -> None:
     floor = 0.02  # where "none" is drawn on a log axis
-    order = sorted(rows, key=lambda name: (-rows[name]["recall"], rows[name]["fa_per_100k"]))
-    for number, name in enumerate(order, start=1):
-        x, y = max(rows[name]["fa_per_100k"], floor), rows[name]["recall"]
+    places: dict[tuple[float, float], list[str]] = {}
+    for number, (name, row) in enumerate(rows.items(), start=1):
+        x, y = max(row["fa_per_100k"], floor), row["recall"]
         own = name == ours
-        axis.scatter(
-            x, y, s=90 if own else 36, color="crimson" if own else "steelblue", zorder=3, label=f"{number} {name}"
-        )
-        shift = 4 if number % 2 else -11
-        axis.annotate(str(number), (x, y), (5, shift), textcoords="offset points", fontsize=9,
-                      color="crimson" if own else "black")  # fmt: skip
+        axis.scatter(x, y, s=90 if own else 36, color="crimson" if own else "steelblue", zorder=3)
+        near = (round(math.log10(x) * 5) / 5, round(y * 25) / 25)  # points this close share a label
+        places.setdefault(near, [f"{x}", f"{y}"]).append(str(number))
+    for x_text, y_text, *numbers in places.values():
+        where = (float(x_text), float(y_text))
+        axis.annotate(", ".join(numbers), where, (6, 4), textcoords="offset points", fontsize=9)
     axis.set_xscale("log")
-    largest = max(rows[name]["fa_per_100k"] for name in order)
+    largest = max(row["fa_per_100k"] for row in rows.values())
     axis.set_xlim(floor * 0.7, 10 ** math.ceil(math.log10(max(largest, 1.0))))
-    axis.set_ylim(-0.03, 1.05)
+    axis.set_ylim(-0.03, 1.07)
     axis.set_xlabel(f"false alarms per 100K steps ({floor:g} and less at the left edge)")
     axis.set_ylabel("recall")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="lower right", handletextpad=0.2, markerscale=0.6)
