@@ -48,11 +48,12 @@ class _FusedLinearLosses(torch.autograd.Function):
         targets_KM: Tensor,
         z_weight: float,
         dtype: torch.dtype,
+        with_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         x, weight = x_MD.to(dtype), weight_KVD.to(dtype)
         nats, objective, correct = [], [], []
-        needed = any(ctx.needs_input_grad[:3])
+        needed = with_gradients and any(ctx.needs_input_grad[:3])
         dx_KMD = x_MD.new_empty((len(weight), *x_MD.shape), dtype=wide) if needed else None
         dw_KVD = torch.empty_like(weight_KVD, dtype=wide) if needed else None
         db_KV = torch.empty_like(bias_KV, dtype=wide) if needed else None
@@ -90,7 +91,7 @@ class _FusedLinearLosses(torch.autograd.Function):
         dx = torch.einsum("k,kmd->md", scale_K.to(dx_KMD.dtype), dx_KMD)
         dw, db = dw_KVD.mul_(scale_K.view(-1, 1, 1)), db_KV.mul_(scale_K.view(-1, 1))
         kinds = ctx.dtypes
-        return dx.to(kinds[0]), dw.to(kinds[1]), db.to(kinds[2]), None, None, None
+        return dx.to(kinds[0]), dw.to(kinds[1]), db.to(kinds[2]), None, None, None, None
 
 
 def fused_linear_losses(
@@ -111,5 +112,7 @@ def fused_linear_losses(
     device = x_MD.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x_MD.dtype
-    objective_K, nats_KM, correct_K = _FusedLinearLosses.apply(x_MD, weight_KVD, bias_KV, targets_KM, z_weight, dtype)  # type: ignore[no-untyped-call]
+    # Inside a Function gradients are always off, so whether they are wanted is asked here.
+    inputs = (x_MD, weight_KVD, bias_KV, targets_KM, z_weight, dtype, torch.is_grad_enabled())
+    objective_K, nats_KM, correct_K = _FusedLinearLosses.apply(*inputs)  # type: ignore[no-untyped-call]
     return HeadLosses(objective_K, nats_KM, correct_K, targets_KM.shape[1])

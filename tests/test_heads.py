@@ -1,10 +1,12 @@
 """Heads and what goes in and out of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.encoder_config import EncoderConfig
 from lightning_modules.heads import CosineHeads, LinearHeads, build_heads, gather_frames, gather_targets
@@ -130,3 +132,23 @@ def test_fused_losses_never_hold_all_logits() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         heads.losses(x, torch.randint(13, (3, 500))).objective_K.sum().backward()
     assert max(saved) == 3 * 500 * 8 < 3 * 500 * 13
+
+
+@pytest.mark.parametrize(("training", "products"), [(True, 9), (False, 3)])
+def test_no_gradient_is_computed_where_none_is_wanted(training: bool, products: int) -> None:
+    heads, x, targets = build_heads(config("linear")), torch.randn(6, 8), torch.randint(13, (3, 6))
+    with CountProducts() as counted, torch.set_grad_enabled(training):
+        heads.losses(x, targets)
+    assert counted.products == products
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))

@@ -15,9 +15,10 @@ UNIFORM_BITS = 10.0
 
 def draw_gradients(axes: Axes, norms: dict[str, list[float]]) -> None:
     """Gradient norm of each block, each scheme named at the end of its line."""
-    colors = plt.get_cmap("tab20")
+    colors = plt.get_cmap("tab10")
     for index, (scheme, values) in enumerate(norms.items()):
-        axes.plot(range(len(values)), values, color=colors(index % 20), linewidth=1.5, label=scheme)
+        style = ("-", "--")[index // 10]
+        axes.plot(range(len(values)), values, color=colors(index % 10), linestyle=style, linewidth=1.6, label=scheme)
     axes.set_yscale("log")
     axes.set_xlabel("block (0 is next to the input)")
     axes.set_ylabel("gradient norm at initialization")
@@ -35,7 +36,7 @@ def draw_sweep(axes: Axes, rates: list[float], bits: dict[str, list[float]]) -> 
     axes.text(rates[0], UNIFORM_BITS, " uniform guess, or diverged", va="bottom", fontsize=7, color="0.4")
     axes.set_xscale("log")
     axes.set_xlabel("peak learning rate")
-    axes.set_ylabel("bits on codebook 0, validation")
+    axes.set_ylabel("bits on codebook 0, last tenth of the run")
     axes.set_title("Sensitivity to the learning rate", loc="left", fontsize=10)
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
 
