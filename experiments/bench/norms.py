@@ -74,6 +74,13 @@ class Tokens:
         self.training = list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), steps))
 
 
+def unigram_bits(tokens: Tokens) -> float:
+    """Entropy of codebook 0 over the training batches, what guessing without context costs."""
+    counts = torch.bincount(torch.cat([batch["codes"][:, 0].flatten() for batch in tokens.training]).long())
+    share = counts[counts > 0].double() / counts.sum()
+    return float(-(share * share.log2()).sum())
+
+
 def gradient_norms(tokens: Tokens, scheme: str, layers: int) -> list[float]:
     """Gradient norm of each block at initialization, width 256, over one batch."""
     sizes = {"dim": 256, "num_layers": layers, "num_heads": 4, "ffn_dim": 1024}
@@ -147,10 +154,17 @@ def main(argv: list[str]) -> int:
     bits = sweep(tokens, options.rates)
     best = min(value for values in bits.values() for value in values if not math.isnan(value))
     table = {name: {"bits": values, "sensitivity": sensitivity(values, best)} for name, values in bits.items()}
-    numbers = {"gradient_norms": norms, "rates": options.rates, "steps": options.steps, "sweep": table}
+    unigram = unigram_bits(tokens)
+    numbers: dict[str, Any] = {
+        "gradient_norms": norms,
+        "rates": options.rates,
+        "steps": options.steps,
+        "unigram_bits": unigram,
+    }
+    numbers["sweep"] = table
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(numbers, indent=1))
-    draw(norms, options.rates, bits, options.out)
+    draw(norms, options.rates, bits, unigram, options.out)
     for name, row in table.items():
         console.print(f"{name:<16} sensitivity {row['sensitivity']:.2f}  bits {[round(b, 2) for b in bits[name]]}")
     console.print(f"picture: {options.out}")

@@ -26,14 +26,17 @@ def draw_gradients(axes: Axes, norms: dict[str, list[float]]) -> None:
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
 
 
-def draw_sweep(axes: Axes, rates: list[float], bits: dict[str, list[float]]) -> None:
-    """Final bits over the peak learning rate; runs that diverged sit on the line of a uniform guess."""
+def draw_sweep(axes: Axes, rates: list[float], bits: dict[str, list[float]], unigram: float) -> None:
+    """Final bits over the peak learning rate; at the unigram line a run has learned nothing from the context."""
     colors = plt.get_cmap("tab10")
     for index, (name, values) in enumerate(bits.items()):
         shown = [UNIFORM_BITS if math.isnan(value) else min(value, UNIFORM_BITS) for value in values]
         axes.plot(rates, shown, marker=MARKS[index % len(MARKS)], markersize=5, color=colors(index), label=name)
-    axes.axhline(UNIFORM_BITS, color="0.6", linewidth=1, linestyle="--")
-    axes.text(rates[0], UNIFORM_BITS, " uniform guess, or diverged", va="bottom", fontsize=7, color="0.4")
+    lines = {unigram: "unigram: nothing learned from the context"}
+    if any(value >= UNIFORM_BITS or math.isnan(value) for values in bits.values() for value in values):
+        lines[UNIFORM_BITS] = "uniform guess, or diverged"
+    for (level, text), style in zip(lines.items(), ("--", ":"), strict=False):
+        axes.axhline(level, color="0.5", linewidth=1, linestyle=style, label=text)
     axes.set_xscale("log")
     axes.set_xlabel("peak learning rate")
     axes.set_ylabel("bits on codebook 0, last tenth of the run")
@@ -41,11 +44,13 @@ def draw_sweep(axes: Axes, rates: list[float], bits: dict[str, list[float]]) -> 
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
 
 
-def draw(norms: dict[str, list[float]], rates: list[float], bits: dict[str, list[float]], out: Path) -> None:
+def draw(
+    norms: dict[str, list[float]], rates: list[float], bits: dict[str, list[float]], unigram: float, out: Path
+) -> None:
     """Write the picture."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2))
     draw_gradients(left, norms)
-    draw_sweep(right, rates, bits)
+    draw_sweep(right, rates, bits, unigram)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
