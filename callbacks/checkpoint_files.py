@@ -8,6 +8,7 @@ saves non-finite weights over good ones. `GuardedCheckpoint` refuses the latter 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from callbacks.policy import TrainingStopped
+
 REJECTED = ".rejected"
 GUARD_KEY = "spike_guard"  # under this key a checkpoint holds the guard's own state
 
@@ -25,7 +28,9 @@ GUARD_KEY = "spike_guard"  # under this key a checkpoint holds the guard's own s
 def read_guard_state(path: Path) -> dict[str, Any] | None:
     """Return the guard's state in a checkpoint file, or None if the file is unreadable or holds none."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # A sharded checkpoint is a folder, with everything but the tensors in one file.
+        file = path / "meta.pt" if path.is_dir() else path
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=not path.is_dir())
     except Exception:
         return None  # a damaged file is not a rollback target, whatever is wrong with it
     state = checkpoint.get(GUARD_KEY)
@@ -48,17 +53,29 @@ def guarded_files(folders: Iterable[Path], run_id: str) -> list[tuple[int, Path]
     return sorted(found)
 
 
-def reject_newer(trainer: Trainer, run_id: str, attempt: int) -> list[Path]:
+def remove(path: Path) -> None:
+    """Delete a file or a folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def reject_newer(trainer: Trainer, run_id: str, attempt: int, keep: Iterable[Path] = ()) -> list[Path]:
     """Rename every resumable file written after attempted step ``attempt`` so that nothing resumes from it.
 
-    Call it on rank 0. The checkpoint callbacks forget the files, and forget that they saved these steps.
-    Files rejected earlier are deleted: one generation is kept for inspection.
+    Call it on rank 0, after the accepted state was written. Files rejected earlier are deleted: one generation is kept
+    for inspection.
+
+    Args:
+        trainer: whose checkpoint callbacks' folders are searched.
+        run_id: files of other runs are left alone.
+        attempt: the last attempted step of the accepted trajectory.
+        keep: files that hold the accepted state.
     """
     folders = checkpoint_folders(trainer)
-    doomed = [path for at, path in guarded_files(folders, run_id) if at > attempt]
+    kept = {path.resolve() for path in keep}
+    doomed = [path for at, path in guarded_files(folders, run_id) if at > attempt and path.resolve() not in kept]
     for folder in folders:
         for old in folder.glob(f"*{REJECTED}"):
-            old.unlink()
+            remove(old)
     for path in doomed:
         path.rename(path.with_name(path.name + REJECTED))
     for folder in folders:
@@ -105,6 +122,7 @@ class GuardedCheckpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if not is_finite(trainer.lightning_module.parameters()):  # equal on all ranks: gradients are reduced
             rank_zero_warn(f"not saving {filepath}: the weights hold non-finite values; the file before it stays")
+            self._refused = filepath
             return
         save_atomically(trainer, filepath, weights_only=self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
@@ -112,6 +130,19 @@ class GuardedCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        if current == getattr(self, "_refused", None):  # nothing was written in its place
+            self.best_k_models.pop(current, None)
+            self.best_model_path = previous if self.best_model_path == current else self.best_model_path
+            self.last_model_path = previous if self.last_model_path == current else self.last_model_path
+            return False
+        return super()._should_remove_checkpoint(trainer, previous, current)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save on an exception, but not when the guard gave up a state that must not be resumed from."""
+        if not isinstance(exception, TrainingStopped):
+            super().on_exception(trainer, pl_module, exception)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step as ``last``, also when it is no multiple of the interval."""
@@ -125,7 +156,12 @@ def save_atomically(trainer: Trainer, filepath: str | Path, *, weights_only: boo
     target = Path(filepath)
     partial = target.with_name(f".{target.name}.partial")
     trainer.save_checkpoint(partial, weights_only)
-    if trainer.is_global_zero and partial.is_file():
+    if trainer.is_global_zero and partial.is_dir():
+        if target.exists():  # a folder cannot replace another in one step: the old one steps aside first
+            target.rename(target.with_name(f".{target.name}.old"))
+        partial.rename(target)
+        shutil.rmtree(target.with_name(f".{target.name}.old"), ignore_errors=True)
+    elif trainer.is_global_zero and partial.is_file():
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, target)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from callbacks.detector import Verdict
 from callbacks.episode_plot import draw_episode
@@ -102,7 +103,6 @@ class EpisodeFolder:
         while folder.exists():
             copies += 1
             folder = self.root / f"step_{attempt:07d}_{verdict.kind}_{copies}"
-        folder.mkdir(parents=True, exist_ok=True)
         names, steps, norms = heat_map
         content = {
             "verdict": verdict._asdict(),
@@ -127,5 +127,9 @@ class EpisodeFolder:
             "batches": [row | {"rank": rank} for rank, rows in enumerate(everyone) for row in rows],
         }
         content |= {"blame": blame(content), "first_to_rise": first_to_rise(content), "words": in_words(content)}
-        write_json(folder / "report.json", content)
-        draw_episode(content, folder / "episode.png")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "report.json", content)
+            draw_episode(content, folder / "episode.png")
+        except Exception as error:  # a full disk must not end the run, nor leave the other ranks waiting
+            rank_zero_warn(f"the report of the episode at step {attempt} could not be written to {folder}: {error}")

@@ -101,6 +101,14 @@ def first_to_rise(report: Mapping[str, Any], lead: int = 10) -> dict[str, Any] |
     return {"group": name, "attempt": attempt, "times": -times}
 
 
+def describe(verdict: Any) -> str:
+    """Return a verdict of the detector in one sentence."""
+    return (
+        f"{verdict.kind} in {verdict.series} at step {verdict.onset}: {verdict.excess:+.3g} above its level of "
+        f"{verdict.baseline:.4g} ({verdict.score:.0f} times the noise)"
+    )
+
+
 def in_words(report: Mapping[str, Any]) -> str:
     """Return the episode in two or three sentences."""
     verdict = report["verdict"]

@@ -13,14 +13,13 @@ from torch import Tensor
 IDENTITY = ("sample_id", "track_id", "start", "position")
 
 
-def monitored(name: str, outputs: Any, trainer: Trainer) -> tuple[Tensor, Tensor]:
-    """Return ``(sum, count)`` of the monitored metric for one micro-batch on this rank.
+def monitored(name: str, outputs: Any, trainer: Trainer) -> tuple[Tensor, Tensor] | None:
+    """Return ``(sum, count)`` of the monitored metric for one micro-batch on this rank, or None where it is absent.
 
     Looked for in this order: ``outputs["sums"][name]`` (a pair, pooled exactly), ``outputs[name]``, the loss itself if
     ``name`` is ``loss`` (Lightning divides it by the accumulation count; that is undone), and the logged metrics.
 
-    Raises:
-        ValueError: if the metric is nowhere to be found; names what there is.
+    A logged metric is read as it stands: log it at every step, or what is judged is an old value.
     """
     logged: Mapping[str, Any] = trainer.callback_metrics
     returned: Mapping[str, Any] = outputs if isinstance(outputs, Mapping) else {}
@@ -37,12 +36,16 @@ def monitored(name: str, outputs: Any, trainer: Trainer) -> tuple[Tensor, Tensor
     elif name in logged:
         value = logged[name]
     if value is None:
-        there = sorted({*returned.get("sums", {}), *(k for k in returned if k not in ("sums",)), *logged})
-        raise ValueError(
-            f"spike_guard.monitor={name!r}: the step neither returned nor logged it. There is: {', '.join(there)}"
-        )
+        return None
     value = torch.as_tensor(value).detach().float().mean()
     return value, torch.ones_like(value)
+
+
+def missing(outputs: Any, trainer: Trainer) -> str:
+    """Return what to tell a user whose metric is nowhere to be found."""
+    returned: Mapping[str, Any] = outputs if isinstance(outputs, Mapping) else {}
+    there = sorted({*returned.get("sums", {}), *(k for k in returned if k != "sums"), *trainer.callback_metrics})
+    return f"the step neither returned nor logged it. There is: {', '.join(there)}"
 
 
 @dataclass

@@ -15,6 +15,10 @@ ACTIONS: tuple[Action, ...] = ("log", "veto", "rollback", "stop")
 ROLLED_BACK_KINDS = frozenset({"jump", "rise", "divergence", "non_finite"})
 
 
+class TrainingStopped(RuntimeError):
+    """The guard gave the run up: the message says why and which checkpoint is good."""
+
+
 def check_action(action: str) -> Action:
     """Return ``action`` if it is one of the four.
 

@@ -141,7 +141,9 @@ class Rollback:
         in_memory = self.guard.ring.newest_good(before)
         files: list[tuple[int, Path]] = []
         if trainer.is_global_zero:
-            files = [f for f in guarded_files(checkpoint_folders(trainer), self.guard.run_id) if f[0] < before]
+            newest_trusted = min(before - 1, self.guard.trusted_to)  # on disk, too, trust is earned
+            everything = guarded_files(checkpoint_folders(trainer), self.guard.run_id)
+            files = [f for f in everything if f[0] <= newest_trusted and f[1].is_file()]
         newest = trainer.strategy.broadcast(files[-1] if files else None)
         if newest is not None and (in_memory is None or newest[0] > in_memory.attempt):
             return Target(newest[0], path=newest[1])
@@ -197,6 +199,8 @@ class Rollback:
         if self.after.data == "replay":
             suspect = verdict.onset - guard.retries.widened(guard.onset_margin)
             numbers = [r.batch_number for step in guard.history if step.attempt >= suspect for r in step.batches]
+            if not guard.history or guard.history[0].attempt > suspect:
+                numbers = []  # the onset lies before what is remembered: read nothing of the window again
             offending = [max(back, min(numbers, default=back)), here]
             self.skipped = merge_ranges([*self.skipped, offending])
             state = now | {"batch_number": back, "skip": merge_ranges([*now["skip"], offending])}
@@ -223,19 +227,37 @@ class Rollback:
 
     def settle_checkpoints(self, trainer: Trainer, target: Target) -> None:
         """Reject files of the trajectory left behind and write the accepted state at once."""
-        if trainer.is_global_zero:
-            for path in reject_newer(trainer, self.guard.run_id, target.attempt):
-                rank_zero_warn(f"{path} held a rejected state: renamed to {path.name}.rejected")
-        trainer.strategy.barrier("rejected")
-        for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint) or not callback.dirpath:
-                continue
-            forget_missing(callback)
-            last = Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-            resumable = trainer.strategy.broadcast(any(Path(callback.dirpath).glob("*.ckpt")))
-            if callback.save_last or not resumable:
+        written: list[Path] = []
+        ours = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+        for callback in ours:  # first the accepted state, so that a kill in between leaves something to resume from
+            last = Path(str(callback.dirpath)) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+            if callback.save_last or trainer.strategy.broadcast(self._nothing_else(trainer, last.parent, target)):
                 callback.last_model_path = callback.last_model_path or str(last)
                 save_atomically(trainer, callback.last_model_path)
+                written.append(Path(callback.last_model_path))
+        self.reject(trainer, target.attempt, written)
+        for callback in ours:
+            forget_missing(callback)
+
+    def _nothing_else(self, trainer: Trainer, folder: Path, target: Target) -> bool:
+        """Whether a folder holds files of this run and all of them are about to be rejected; rank 0 looks."""
+        if not trainer.is_global_zero:
+            return False
+        found = guarded_files([folder], self.guard.run_id) if folder.is_dir() else []
+        return bool(found) and all(attempt > target.attempt for attempt, _ in found)
+
+    def reject(self, trainer: Trainer, attempt: int, keep: list[Path]) -> None:
+        """Set aside every file written after attempted step ``attempt``, on all ranks."""
+        if trainer.is_global_zero:
+            for path in reject_newer(trainer, self.guard.run_id, attempt, keep):
+                rank_zero_warn(f"{path} held a rejected state: renamed to {path.name}.rejected")
+        trainer.strategy.barrier("rejected")
+
+    def newest_file(self, trainer: Trainer) -> str | None:
+        """Return the newest resumable file of this run, as rank 0 sees it."""
+        found = guarded_files(checkpoint_folders(trainer), self.guard.run_id) if trainer.is_global_zero else []
+        path: str | None = trainer.strategy.broadcast(str(found[-1][1]) if found else None)
+        return path
 
     def save_last_good(self, trainer: Trainer, verdict: Verdict) -> str | None:
         """Put the run back to its newest trusted state and write that; None if there is no such state."""
@@ -243,6 +265,7 @@ class Rollback:
         if target is None:
             return None
         if target.path is not None:
+            self.reject(trainer, target.attempt, [])
             return str(target.path)
         self.perform(trainer, target, verdict)
         self.settle_checkpoints(trainer, target)

@@ -74,14 +74,16 @@ class SnapshotRing:
         self.last_seconds = 0.0
         self._free: list[dict[str, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
+        self._events: tuple[Any, Any] | None = None
+        self._copied = 0.0
 
     def take(self, tree: Mapping[str, Tensor], step: int, attempt: int, plain: dict[str, Any]) -> Snapshot:
         """Copy ``tree`` into a slot (the oldest one's, once the ring is full) and return the snapshot.
 
-        On an accelerator the copy runs on a side stream: call `wait` before the next in-place change of the tree.
+        On an accelerator the copy runs on a side stream without blocking the host. The current stream waits for it:
+        buffers and averaged models change before the next optimizer step does.
         """
         begin = time.perf_counter()
-        # Enough slots must stay good: an unproven snapshot may not push out the only proven one.
         while len(self.snapshots) >= self.slots:
             self._release(self.snapshots[self._expendable()])
         buffers = self._free.pop() if self._free else {}
@@ -90,12 +92,19 @@ class SnapshotRing:
         self._copy(list(buffers.values()), list(sources.values()))
         snapshot = Snapshot(step, attempt, plain, buffers=buffers)
         self.snapshots.append(snapshot)
-        self.last_seconds = time.perf_counter() - begin
+        self.last_seconds = max(time.perf_counter() - begin, self._device_seconds())
         return snapshot
 
+    def _device_seconds(self) -> float:
+        """Seconds of the last copy on the device that is known to be over; enqueueing it takes next to nothing."""
+        if self._events is not None and self._events[1].query():
+            self._copied = 1e-3 * self._events[0].elapsed_time(self._events[1])
+        return self._copied
+
     def _expendable(self) -> int:
-        good = [i for i, snapshot in enumerate(self.snapshots) if snapshot.good]
-        return 1 if good == [0] else 0
+        # The oldest goes when a newer one has proved itself; else the newest unproven one, so that the others can age:
+        # with frequent snapshots every one would be pushed out before it had earned trust.
+        return 0 if sum(snapshot.good for snapshot in self.snapshots) > 1 else len(self.snapshots) - 1
 
     def _release(self, snapshot: Snapshot) -> None:
         self.snapshots.remove(snapshot)
@@ -114,14 +123,15 @@ class SnapshotRing:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(next(iter(devices)))  # type: ignore[no-untyped-call]
+        self._device_seconds()
         self._stream.wait_stream(torch.cuda.current_stream())
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            begin.record()
             copy_tensors(buffers, sources, non_blocking=True)
-
-    def wait(self) -> None:
-        """Make the current stream wait for a copy in flight, so that the next update cannot overtake it."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            end.record()
+        self._events = (begin, end)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def restore(self, snapshot: Snapshot, tree: Mapping[str, Tensor]) -> None:
         """Copy the snapshot back into the live tensors, in place.
@@ -161,6 +171,20 @@ def host_memory_needed(tensors: Iterable[Tensor], slots: int, ranks_on_host: int
     """Return the host bytes a ring will take: parameters plus ``optimizer_states`` moments each, per slot and rank."""
     parameters = sum(local(t).numel() * local(t).element_size() for t in tensors)
     return parameters * (1 + optimizer_states) * slots * ranks_on_host
+
+
+def check_host_memory(tensors: Iterable[Tensor], slots: int, ranks_on_host: int, available: int | None) -> None:
+    """Refuse a ring that the host's memory will not hold.
+
+    Raises:
+        ValueError: with the two numbers.
+    """
+    needed = host_memory_needed(tensors, slots, ranks_on_host)
+    if available is not None and needed > available:
+        raise ValueError(
+            f"spike_guard.ring_slots={slots}: the ring needs {needed / 2**30:.1f} GiB of host memory for "
+            f"{ranks_on_host} rank(s) and {available / 2**30:.1f} GiB are available. Use fewer slots or action: veto"
+        )
 
 
 def host_memory_available() -> int | None:

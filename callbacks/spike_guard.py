@@ -21,20 +21,18 @@ from torch.optim import Optimizer
 from callbacks import veto
 from callbacks.checkpoint_files import GUARD_KEY
 from callbacks.detector import Detector, DetectorConfig, Verdict
-from callbacks.episode_report import EpisodeFolder
+from callbacks.episode_report import EpisodeFolder, gather
 from callbacks.episodes import EpisodeTracker
+from callbacks.forensics import describe
 from callbacks.gradient_norms import GradientNorms, GroupedNorms
-from callbacks.monitored import monitored, step_record
-from callbacks.policy import Action, Retries, check_action, decide
+from callbacks.learning_rate import put_back
+from callbacks.monitored import missing, monitored, step_record
+from callbacks.policy import Action, Retries, TrainingStopped, check_action, decide
 from callbacks.rollback import AfterRollback, Rollback
-from callbacks.snapshots import SnapshotRing, host_memory_available, host_memory_needed
+from callbacks.snapshots import SnapshotRing, check_host_memory, host_memory_available
 from callbacks.step_sums import StepReport, StepSums
 from callbacks.stream_protocol import find_stream
 from callbacks.trainer_state import live_tensors, plain_state
-
-
-class TrainingStopped(RuntimeError):
-    """The guard gave the run up: the message says why and which checkpoint is good."""
 
 
 class SpikeGuard(Callback):
@@ -111,6 +109,10 @@ class SpikeGuard(Callback):
         self.history: deque[StepReport] = deque(maxlen=200)
         self.attempt = -1
         self.last_trouble = -1
+        self.trusted_to = -1  # the newest attempted step that enough healthy steps have followed
+        self.bad_run = 0  # non-finite steps in a row
+        self.noted: tuple[str, int] = ("", -1)  # kind and attempted step of the episode noted last
+        self.found = False  # whether the monitored metric was ever there
         self.next_snapshot = 0
         self.stream: Any = None
         self._norms: GroupedNorms | None = None
@@ -142,13 +144,9 @@ class SpikeGuard(Callback):
 
     def _check_memory(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ranks = max(1, trainer.world_size // max(1, trainer.num_nodes))
-        needed = host_memory_needed(pl_module.parameters(), self.ring.slots, ranks)
-        available = host_memory_available()
-        if available is not None and needed > available:
-            raise ValueError(
-                f"spike_guard.ring_slots={self.ring.slots}: the ring needs {needed / 2**30:.1f} GiB of host memory for "
-                f"{ranks} rank(s) and {available / 2**30:.1f} GiB are available. Use fewer slots or action: veto"
-            )
+        # The poorest host decides for all: one rank must not stop while the others go on.
+        known = [n for n in gather(host_memory_available()) if n is not None]
+        check_host_memory(pl_module.parameters(), self.ring.slots, ranks, min(known, default=None))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the folder for episodes."""
@@ -165,7 +163,6 @@ class SpikeGuard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Refuse the update on the device when its gradient norm is non-finite or out of range."""
-        self.ring.wait()
         self._norm = self._gradient_norm(trainer, pl_module)
         if self.action == "log":
             return
@@ -176,7 +173,8 @@ class SpikeGuard(Callback):
         self.rollback.before_step(trainer, optimizer)
 
     def _gradient_norm(self, trainer: Trainer, pl_module: LightningModule) -> Tensor:
-        if any(isinstance(c, GradientNorms) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        before_me = trainer.callbacks[: trainer.callbacks.index(self)]  # type: ignore[attr-defined]
+        if any(isinstance(c, GradientNorms) for c in before_me):  # one after the guard has left last step's norm
             known = getattr(pl_module, "gradient_norm_total", None)
             if isinstance(known, Tensor):
                 return known
@@ -188,11 +186,16 @@ class SpikeGuard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Judge the step once its last micro-batch is done; act; take a snapshot when one is due."""
-        total, count = monitored(self.monitor, outputs, trainer)
-        self.sums.add(total, count)
+        for optimizer in trainer.optimizers:
+            put_back(optimizer)  # a gradient scaler may have skipped the step that was to be scaled
+        pair = monitored(self.monitor, outputs, trainer)
+        self.found = self.found or pair is not None
+        self.sums.add(*(pair or (torch.zeros(()), torch.zeros(()))))
         self._records.append(step_record(batch, batch_idx, outputs))
         if trainer.fit_loop._should_accumulate():
             return
+        if not self.found:
+            raise ValueError(f"spike_guard.monitor={self.monitor!r}: {missing(outputs, trainer)}")
         now = time.perf_counter()
         extras: list[Tensor | float] = [self._norm, self._refused, self.ring.last_seconds, now - self._step_began]
         self._step_began = now
@@ -217,6 +220,7 @@ class SpikeGuard(Callback):
         self.history.append(report)
         in_range = not math.isfinite(report.gradient_norm) or report.gradient_norm <= self.detector.veto_limit()
         self.out_of_range = 0 if in_range else self.out_of_range + 1
+        self.bad_run = self.bad_run + 1 if not math.isfinite(report.value) else 0
         verdict = self.detector.update(report.attempt, values)
         self.tracker.update(report.attempt, verdict, values)
         if verdict.kind in ("jump", "rise", "divergence", "non_finite"):
@@ -226,19 +230,31 @@ class SpikeGuard(Callback):
         if report.vetoed:
             self._log(trainer, {"guard/vetoed": self.counts["vetoed"]})
         decision = decide(verdict.kind, verdict.act, self.action)
+        if verdict.kind == "non_finite" and self.bad_run < 3 and (report.vetoed or scaler is not None):
+            decision = "note"  # the update did not happen, so the weights were not hit
         if decision == "stop":
             self._episode(trainer, verdict, decision, None)
-            raise TrainingStopped(self._describe(verdict) + "; action: stop")
+            self.rollback.reject(trainer, verdict.onset - self.onset_margin - 1, [])
+            good = self.rollback.newest_file(trainer) or "not on disk"
+            raise TrainingStopped(f"{describe(verdict)}; action: stop. The last good state is {good}")
         if decision == "rollback":
             return self._roll_back(trainer, verdict)
         if verdict.act:
-            self._episode(trainer, verdict, decision, None)
+            self._note(trainer, verdict)
         return False
+
+    def _note(self, trainer: Trainer, verdict: Verdict) -> None:
+        """Write an episode that nothing is done about, once for as long as it goes on."""
+        kind, last = self.noted
+        self.noted = (verdict.kind, self.attempt)
+        if verdict.kind != kind or self.attempt > last + self.healthy_steps:
+            self._episode(trainer, verdict, "note", None)
 
     def _earn_trust(self, trainer: Trainer, report: StepReport) -> None:
         settled = report.attempt - self.healthy_steps
         if settled > self.last_trouble:
             self.ring.mark_good(settled)
+            self.trusted_to = max(self.trusted_to, settled)
             self.retries.passed(report.step)
 
     # ---- snapshots and rollback --------------------------------------------------------------------------------
@@ -249,7 +265,8 @@ class SpikeGuard(Callback):
         self.ring.take(live_tensors(trainer, self), trainer.global_step, self.attempt, plain)
         if not self.snapshot_every and self.history:
             seconds = self.history[-1].snapshot_seconds, max(1e-9, self.history[-1].step_seconds)
-            self.period = max(1, min(1000, math.ceil(seconds[0] / (self.snapshot_budget * seconds[1]))))
+            spread = math.ceil(self.healthy_steps / (self.ring.slots - 1))  # or none would be old enough to be trusted
+            self.period = max(spread, min(1000, math.ceil(seconds[0] / (self.snapshot_budget * seconds[1]))))
         # Multiples of the period, so that a resumed run takes its snapshots at the same steps.
         self.next_snapshot = (trainer.global_step // self.period + 1) * self.period
 
@@ -262,16 +279,20 @@ class SpikeGuard(Callback):
         if target is None:
             if verdict.kind == "non_finite" and not self.rollback.weights_are_finite(trainer):
                 self._give_up(trainer, verdict, "no trusted state lies before its onset and the weights are not finite")
-            rank_zero_warn(f"{self._describe(verdict)}: no trusted state lies before its onset yet, training goes on")
+            if self.bad_run > self.healthy_steps:
+                self._give_up(
+                    trainer, verdict, f"{self.bad_run} steps in a row were not finite and no state is trusted"
+                )
+            rank_zero_warn(f"{describe(verdict)}: no trusted state lies before its onset yet, training goes on")
             self.retries.count -= 1
-            self._episode(trainer, verdict, "note", None)
+            self._note(trainer, verdict)
             return False
         record = self.rollback.perform(trainer, target, verdict)
         self.counts["rollbacks"] += 1
         self.counts["steps_lost"] += lost_from - trainer.global_step
         self._episode(trainer, verdict, "rollback", record)
+        self.last_trouble, self.out_of_range, self.bad_run = self.attempt, 0, 0
         self.rollback.settle_checkpoints(trainer, target)
-        self.last_trouble, self.out_of_range = self.attempt, 0
         self.next_snapshot = trainer.global_step + 1
         self._log(
             trainer,
@@ -282,7 +303,7 @@ class SpikeGuard(Callback):
             },
         )
         rank_zero_info(
-            f"{self._describe(verdict)}: rolled back from step {lost_from} to {trainer.global_step} in "
+            f"{describe(verdict)}: rolled back from step {lost_from} to {trainer.global_step} in "
             f"{record['seconds']:.2f} s; rollback {self.counts['rollbacks']}"
         )
         return True
@@ -291,14 +312,8 @@ class SpikeGuard(Callback):
         path = self.rollback.save_last_good(trainer, verdict)
         self._episode(trainer, verdict, "stop", None)
         raise TrainingStopped(
-            f"{self._describe(verdict)}: {why} (max_retries={self.retries.max_retries}). "
+            f"{describe(verdict)}: {why} (max_retries={self.retries.max_retries}). "
             f"The last good state is {path or 'not on disk: no trusted state existed'}"
-        )
-
-    def _describe(self, v: Verdict) -> str:
-        return (
-            f"{v.kind} in {v.series} at step {v.onset}: {v.excess:+.3g} above its level of {v.baseline:.4g} "
-            f"({v.score:.0f} times the noise)"
         )
 
     # ---- records -----------------------------------------------------------------------------------------------
@@ -316,12 +331,17 @@ class SpikeGuard(Callback):
             logger.log_metrics({k: float(v) for k, v in row.items()}, step=self.attempt)
 
     def _detection_state(self) -> dict[str, Any]:
-        return {"detector": self.detector.state_dict(), "tracker": self.tracker.state_dict()}
+        return {
+            "detector": self.detector.state_dict(),
+            "tracker": self.tracker.state_dict(),
+            "pending": self.sums.state_dict(),
+        }
 
     def load_detection_state(self, state: dict[str, Any]) -> None:
         """Put the detector and the tracker back to where a snapshot saw them."""
         self.detector.load_state_dict(state["detector"])
         self.tracker.load_state_dict(state["tracker"])
+        self.sums.load_state_dict(state["pending"])
 
     def guard_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the guard: plain values that load under weights-only loading."""
@@ -330,6 +350,8 @@ class SpikeGuard(Callback):
             "attempt": self.attempt,
             "last_trouble": self.last_trouble,
             "out_of_range": self.out_of_range,
+            "trusted_to": self.trusted_to,
+            "bad_run": self.bad_run,
             "period": self.period,
             "counts": dict(self.counts),
             "retries": self.retries.state_dict(),
@@ -359,10 +381,18 @@ class SpikeGuard(Callback):
             )
         self.run_id, self.attempt = state["run_id"], state["attempt"]
         self.last_trouble, self.period = state["last_trouble"], self.snapshot_every or state["period"]
+        self.trusted_to, self.bad_run = state["trusted_to"], state["bad_run"]
         self.counts, self.out_of_range = dict(state["counts"]), state["out_of_range"]
         self.retries.load_state_dict(state["retries"])
         self.rollback.load_state_dict(state["rollback"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close an episode that is still open, so that its report does not get lost."""
+        """Judge what is still in flight and say so if it was bad: nothing can be rolled back any more."""
+        for report in self.sums.drain():
+            values = {self.monitor: report.value}
+            verdict = self.detector.update(report.attempt, values)
+            self.history.append(report)
+            if verdict.act:
+                rank_zero_warn(f"{describe(verdict)}: in the last step of the run; its last checkpoint holds it")
+                self._note(trainer, verdict)
         self.tracker.close()

@@ -103,8 +103,7 @@ class StepSums:
 
     def _pop(self) -> StepReport:
         host, event, context = self._waiting.popleft()
-        if event is not None:
-            event.synchronize() if isinstance(event, torch.cuda.Event) else event.wait()
+        self._wait(event)
         numbers: list[float] = host.tolist()
         pairs, extras = numbers[:-EXTRAS], numbers[-EXTRAS:]
         sums, counts = pairs[0::2], pairs[1::2]
@@ -117,6 +116,30 @@ class StepSums:
             step_seconds=extras[3],
             **context,
         )
+
+    def drain(self) -> list[StepReport]:
+        """Return the reports not yet handed out, in order."""
+        return [self._pop() for _ in range(len(self._waiting))]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the reports in flight as plain values: a run that goes on elsewhere must judge them, too."""
+        rows = []
+        for host, event, context in self._waiting:
+            self._wait(event)
+            rows.append({"numbers": host.tolist(), "attempt": context["attempt"], "step": context["step"]})
+        return rows
+
+    def load_state_dict(self, rows: list[dict[str, Any]]) -> None:
+        """Put reports in flight back, without the batches they came from."""
+        self.clear()
+        for row in rows:
+            context = {"attempt": row["attempt"], "step": row["step"]}
+            self._waiting.append((torch.tensor(row["numbers"]), None, context))
+
+    @staticmethod
+    def _wait(event: Any) -> None:
+        if event is not None:
+            event.synchronize() if isinstance(event, torch.cuda.Event) else event.wait()
 
     def clear(self) -> None:
         """Forget the micro-batches and reports in flight: they belong to a rejected trajectory."""

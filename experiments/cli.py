@@ -19,8 +19,9 @@ from callbacks.checkpoint_files import GuardedCheckpoint
 from callbacks.fault_injection import FaultInjection
 from callbacks.gradient_norms import GradientNorms
 from callbacks.hidden_states import HiddenStateWriter
+from callbacks.policy import TrainingStopped
 from callbacks.random_states import RandomStates
-from callbacks.spike_guard import SpikeGuard, TrainingStopped
+from callbacks.spike_guard import SpikeGuard
 from datamodules.codec_tokens import CodecTokens
 from experiments.run_config import SaveRunConfig
 from lightning_modules.acoustic_mlm import AcousticMLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,11 @@ STYLES = ("-", "-", (0, (4, 2)), "-", "-", (0, (4, 2)), "-")  # curves that coin
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return the trailing mean over up to ``window`` values."""
-    means, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value - (values[i - window] if i >= window else 0.0)
-        means.append(total / min(i + 1, window))
+    """Return the trailing mean over up to ``window`` values; non-finite ones are left out."""
+    means = []
+    for i in range(len(values)):
+        finite = [v for v in values[max(0, i + 1 - window) : i + 1] if math.isfinite(v)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
     return means
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import csv
 import json
 import math
@@ -108,9 +109,16 @@ def _read_rows(run: RunRecord, file: Path) -> None:
                 accepted = int(float(row.get("guard/accepted_step") or step))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{file}:{number}: not a number: {error}") from error
+            if run.steps and step <= run.steps[-1]:
+                _forget_from(run, step)  # a killed run was resumed from an earlier step: what it did after is void
             run.steps.append(step)
             run.bits.append(bits)
             run.accepted.append(accepted)
+
+
+def _forget_from(run: RunRecord, step: int) -> None:
+    keep = bisect.bisect_left(run.steps, step)
+    del run.steps[keep:], run.bits[keep:], run.accepted[keep:]
 
 
 def _read_episodes(run: RunRecord, folder: Path) -> None:

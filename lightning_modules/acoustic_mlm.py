@@ -151,7 +151,8 @@ class AcousticMLM(LightningModule):
         count = bits_K.new_full((), losses.frames)
         return {
             "loss": loss,
-            "sums": {f"train/bits_codebook_{k}": (bits_K[k], count) for k in range(len(bits_K))},
+            "sums": {f"train/bits_codebook_{k}": (bits_K[k], count) for k in range(len(bits_K))}
+            | {"train/loss": (nats_K.sum(), count)},
             "codebook_bits": bits_K / max(1, losses.frames),
             "sample_bits": sample_bits(losses.nats_KM[0], batch["index"], batch["mask"].shape),
         }

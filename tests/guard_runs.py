@@ -29,8 +29,10 @@ class ScriptedDetector(Detector):
     def __init__(self, at: dict[int, int]) -> None:
         super().__init__()
         self.at = at  # attempted step -> onset
+        self.seen = 0
 
     def update(self, step: int, values: Any) -> Verdict:
+        self.seen += 1
         if step in self.at:
             return Verdict("jump", True, self.at[step], "scripted", 99.0, 1.0, 0.1, 9.9)
         return Verdict("ok", False, step, "scripted", 0.0, 1.0, 0.1, 0.0)
@@ -39,10 +41,10 @@ class ScriptedDetector(Detector):
         return float("inf")
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"seen": self.seen}
 
     def load_state_dict(self, state: Any) -> None:
-        del state
+        self.seen = state["seen"]
 
 
 class Losses(Callback):
@@ -182,6 +184,7 @@ def everything(trainer: Trainer) -> dict[str, Any]:
     ema = next(c for c in trainer.callbacks if isinstance(c, EMAWeightAveraging))  # type: ignore[attr-defined]
     optimizer = trainer.optimizers[0]
     rng = rng_state()
+    guard = next((c for c in trainer.callbacks if isinstance(c, SpikeGuard)), None)  # type: ignore[attr-defined]
     states = [s for p in optimizer.param_groups[0]["params"] for s in [optimizer.state[p]]]
     return {
         "weights": {k: v.clone() for k, v in trainer.lightning_module.state_dict().items()},
@@ -194,6 +197,8 @@ def everything(trainer: Trainer) -> dict[str, Any]:
         "numpy_rng": rng["numpy"][1],
         "python_rng": rng["python"],
         "global_step": trainer.global_step,
+        # What the detector has seen is that of the accepted trajectory, the step in flight included.
+        "judged": guard.detector.seen if guard is not None and isinstance(guard.detector, ScriptedDetector) else None,
         "batches": trainer.fit_loop.epoch_loop.batch_progress.state_dict(),
         "epochs": trainer.fit_loop.epoch_progress.state_dict(),
     }

@@ -72,12 +72,12 @@ def test_the_ring_reuses_its_buffers_and_keeps_the_last_proven_snapshot() -> Non
     ring.mark_good(0)
     for attempt in range(3, 9):
         assert ring.take(live, attempt, attempt, {}).buffers["w"].data_ptr() in addresses
-    assert [s.attempt for s in ring.snapshots] == [0, 7, 8]  # unproven ones do not push the proven one out
+    assert [s.attempt for s in ring.snapshots] == [0, 1, 8]  # the proven one stays, and an unproven one can age
     assert ring.newest_good(100).attempt == 0
     ring.mark_good(8)
-    assert ring.newest_good(8).attempt == 7
+    assert ring.newest_good(8).attempt == 1
     ring.drop_newer(7)
-    assert [s.attempt for s in ring.snapshots] == [0, 7]
+    assert [s.attempt for s in ring.snapshots] == [0, 1]
     with pytest.raises(ValueError, match="ring_slots=1"):
         SnapshotRing(1)
 
