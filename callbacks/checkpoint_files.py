@@ -123,6 +123,8 @@ class GuardedCheckpoint(ModelCheckpoint):
         if not is_finite(trainer.lightning_module.parameters()):  # equal on all ranks: gradients are reduced
             rank_zero_warn(f"not saving {filepath}: the weights hold non-finite values; the file before it stays")
             self._refused = filepath
+            if self.best_model_path == filepath:
+                self.best_model_path = self._last_checkpoint_saved
             return
         save_atomically(trainer, filepath, weights_only=self.save_weights_only)
         self._last_global_step_saved = trainer.global_step
@@ -134,7 +136,6 @@ class GuardedCheckpoint(ModelCheckpoint):
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         if current == getattr(self, "_refused", None):  # nothing was written in its place
             self.best_k_models.pop(current, None)
-            self.best_model_path = previous if self.best_model_path == current else self.best_model_path
             self.last_model_path = previous if self.last_model_path == current else self.last_model_path
             return False
         return super()._should_remove_checkpoint(trainer, previous, current)

@@ -119,6 +119,7 @@ def train(
     lag: int = -1,
     after: AfterRollback | None = None,
     max_retries: int = 3,
+    norms_first: bool = True,
 ) -> tuple[Trainer, Losses, SpikeGuard]:
     """Train a tiny model and return the trainer, its losses and the guard."""
     seed_everything(7)
@@ -142,7 +143,7 @@ def train(
         EMAWeightAveraging(decay=0.9),
         losses,
         fault,
-        GradientNorms(1),
+        *([GradientNorms(1)] if norms_first else []),
         *([guard] if guarded else []),
         *(extra or []),
         GuardedCheckpoint(
