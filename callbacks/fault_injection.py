@@ -70,7 +70,8 @@ class FaultInjection(Callback):
         self._hit = self._is_hit(trainer, batch, batch_idx)
         if not self._hit:
             return
-        rank_zero_warn(f"fault injection ({self.kind}) at batch {batch_idx}: this is a drill, declared in the config")
+        number = batch.get("batch_number", batch_idx) if isinstance(batch, dict) else batch_idx
+        rank_zero_warn(f"fault injection ({self.kind}) at batch {number}: this is a drill, declared in the config")
         if self.kind == "random_codes":
             codes: Tensor = batch["codes"]
             generator = torch.Generator().manual_seed(int(batch.get("batch_number", batch_idx)))

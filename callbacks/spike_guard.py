@@ -248,6 +248,7 @@ class SpikeGuard(Callback):
         kind, last = self.noted
         self.noted = (verdict.kind, self.attempt)
         if verdict.kind != kind or self.attempt > last + self.healthy_steps:
+            rank_zero_warn(f"{describe(verdict)}: noted, action: {self.action}")
             self._episode(trainer, verdict, "note", None)
 
     def _earn_trust(self, trainer: Trainer, report: StepReport) -> None:
@@ -300,6 +301,7 @@ class SpikeGuard(Callback):
                 "guard/rollbacks": self.counts["rollbacks"],
                 "guard/steps_lost": self.counts["steps_lost"],
                 "guard/rolled_back_to": trainer.global_step,
+                "guard/lr_scale": self.rollback.lr_scale,
             },
         )
         rank_zero_info(

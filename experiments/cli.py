@@ -66,34 +66,67 @@ class ExperimentCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Take the model's options from the checkpoint, except when training goes on: there a change is reported."""
-        if self.config.get("subcommand") != "fit":
+        verb = self.config.get("subcommand")
+        path = self.config[verb].get("ckpt_path") if verb else None
+        if path and Path(path).exists():
+            read_hyperparameters(path)  # an unreadable file is refused here, in one line
+        if verb != "fit":
             super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
-        """Say what a resumed run will not take from its configuration."""
-        if self.subcommand != "fit":
-            return
-        config = self.config["fit"]
-        path = config.get("ckpt_path")
-        if path and Path(path).is_file():
+        """Say what a resumed run will not take from its configuration, and what a run without a checkpoint means."""
+        config, path = self.config[self.subcommand], self.config[self.subcommand].get("ckpt_path")
+        last = Path(config["checkpoint"]["dirpath"] or ".") / "last.ckpt"
+        if path and Path(path).is_file() and self.subcommand == "fit":
             report_changes(path, config["model"].as_dict())
+        elif not path and self.subcommand == "fit" and last.is_file():
+            rank_zero_warn(
+                f"{last} is from an earlier run: this one starts from nothing in the same folder. "
+                f"To go on: --ckpt_path {last}; to keep the two apart: another --run_name"
+            )
+        elif not path and self.subcommand == "predict":
+            raise ValueError("predict needs --ckpt_path FILE: without it the weights would be random")
+        elif not path and self.subcommand in ("validate", "test"):
+            rank_zero_warn(f"{self.subcommand} without --ckpt_path: the weights are random")
+
+
+def read_hyperparameters(path: str) -> dict[str, Any]:
+    """Return a checkpoint's hyperparameters.
+
+    Raises:
+        ValueError: if the file is not a readable checkpoint.
+    """
+    if Path(path).is_dir():
+        return {}  # a sharded checkpoint
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found: dict[str, Any] = checkpoint.get("hyper_parameters", {})
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path}: not a readable checkpoint: {reason[0]}") from error
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return tuples as lists, as YAML has them."""
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def report_changes(path: str, model: dict[str, Any]) -> None:
-    """Warn of every model or optimizer option that differs between a checkpoint and the configuration."""
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("hyper_parameters", {})
-    for section in ("optimizer", "encoder"):
-        theirs, mine = saved.get(section), model.get(section)
-        for key in sorted(set(theirs or {}) & set(mine or {})):
-            assert theirs is not None
-            assert mine is not None
-            old, new = theirs[key], mine[key]
-            if (list(old) if isinstance(old, tuple) else old) != (list(new) if isinstance(new, tuple) else new):
-                wins = "the optimizer goes on with the checkpoint's" if section == "optimizer" else "the latter is used"
-                rank_zero_warn(
-                    f"resuming {path}: model.{section}.{key} is {old} in the checkpoint, {new} in the configuration; "
-                    + wins
-                )
+    """Warn of every option of the model that differs between a checkpoint and the configuration, and say which wins."""
+    saved = read_hyperparameters(path)
+    for section in (None, "optimizer", "encoder"):
+        theirs: dict[str, Any] = saved if section is None else saved.get(section) or {}
+        mine = model if section is None else model.get(section) or {}
+        for key in sorted(set(theirs) & set(mine)):
+            old, new = plain(theirs[key]), plain(mine[key])
+            if isinstance(old, dict) or old == new:
+                continue
+            # Rates and moments are the optimizer's state; the shape of the schedule is code and configuration.
+            kept = section == "optimizer" and key in ("lr", "betas", "eps", "weight_decay", "fused")
+            wins = "the optimizer goes on with the checkpoint's" if kept else "the configuration's is used from here on"
+            name = ".".join(part for part in ("model", section, key) if part)
+            rank_zero_warn(f"resuming {path}: {name} is {old} in the checkpoint, {new} in the configuration; {wins}")
 
 
 def run(args: list[str]) -> ExperimentCLI:
@@ -131,10 +164,17 @@ def main(args: list[str]) -> int:
         run(args)
     except SIGTERMException:  # a preempted job: the checkpoint is written, and the scheduler must see what happened
         return 143
-    except USER_ERRORS as error:
-        if os.environ.get("BALLAST_DEBUG"):
+    except SystemExit as stopped:
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # Lightning has saved and closed down
+            return 130
+        raise
+    except (*USER_ERRORS, RuntimeError) as error:
+        # Of torch's own errors only a checkpoint that does not fit is the user's to mend.
+        if os.environ.get("BALLAST_DEBUG") or not (
+            isinstance(error, USER_ERRORS) or "loading state_dict" in str(error)
+        ):
             raise
-        first = str(error).strip().splitlines()
-        print(f"error: {first[0] if first else type(error).__name__}", file=sys.stderr)
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"error: {text if len(text) < 600 else text[:600] + ' ...'}", file=sys.stderr)
         return 1
     return 0

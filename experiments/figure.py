@@ -143,14 +143,21 @@ def main(argv: list[str]) -> int:
     if args.smooth < 1:
         print(f"error: --smooth {args.smooth}: must be at least 1", file=sys.stderr)
         return 2
+    out = Path(args.out)
+    if out.suffix.lower() not in (".png", ".pdf", ".svg", ".jpg"):
+        print(f"error: --out {out}: name a .png, .pdf, .svg or .jpg file", file=sys.stderr)
+        return 2
     try:
         records = [read_run(path) for path in args.runs]
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     runs = list(zip(args.label or [r.name for r in records], records, strict=True))
-    out = Path(args.out)
-    draw({"": runs}, {} if args.no_lines else reference_lines_of(records[0]), out, args.smooth)
-    write_curves(runs, out.with_suffix(".csv"))
+    try:
+        draw({"": runs}, {} if args.no_lines else reference_lines_of(records[0]), out, args.smooth)
+        write_curves(runs, out.with_suffix(".csv"))
+    except OSError as error:
+        print(f"error: {out}: {error.strerror or error}", file=sys.stderr)
+        return 1
     print(f"{out} and {out.with_suffix('.csv')}")
     return 0

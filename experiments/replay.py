@@ -7,7 +7,6 @@ weights of a checkpoint: a batch that is harmless there was not the cause by its
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from callbacks.episode_report import write_json
+from experiments.run_records import read_report
 
 
 def find_report(path: Path) -> Path:
@@ -118,7 +118,7 @@ def replay(episode: Path, checkpoint: Path | None) -> tuple[dict[str, Any], Path
 
     file = find_report(episode)
     run = run_folder(file)
-    report, config = json.loads(file.read_text()), yaml.safe_load((run / "config.yaml").read_text())
+    report, config = read_report(file), yaml.safe_load((run / "config.yaml").read_text())
     path = checkpoint or default_checkpoint(run, config)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint")
@@ -128,7 +128,10 @@ def replay(episode: Path, checkpoint: Path | None) -> tuple[dict[str, Any], Path
         "compile": False,
     }
     model = AcousticMLM(**options)
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    try:
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    except Exception as error:  # whatever is wrong with it, it is not this run's checkpoint
+        raise ValueError(f"{path}: not a checkpoint of this run: {' '.join(str(error).split())[:300]}") from error
     model.eval()
     found = {
         "episode": str(file.parent), "checkpoint": str(path), "words": report.get("words", ""),
@@ -142,14 +145,27 @@ def replay(episode: Path, checkpoint: Path | None) -> tuple[dict[str, Any], Path
 def main(argv: list[str]) -> int:
     """Replay one episode."""
     parser = argparse.ArgumentParser(prog="python -m experiments replay", description=__doc__, allow_abbrev=False)
-    parser.add_argument("episode", type=Path, help="folder of an episode, such as runs/NAME/episodes/step_0000102_jump")
+    parser.add_argument(
+        "episodes",
+        nargs="+",
+        metavar="EPISODE",
+        type=Path,
+        help="folder of an episode, such as runs/NAME/episodes/step_0000102_jump",
+    )
     parser.add_argument("--ckpt", type=Path, help="checkpoint that judges the batches; default: the run's last.ckpt")
     args = parser.parse_args(argv)
-    try:
-        found, out = replay(args.episode, args.ckpt)
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    status = 0
+    for episode in args.episodes:
+        try:
+            show(*replay(episode, args.ckpt))
+        except (FileNotFoundError, ValueError, KeyError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def show(found: dict[str, Any], out: Path) -> None:
+    """Print one line per batch: its loss and its worst sample."""
     table = Table("batch", "bits, codebook 0", "worst sample", "its bits", "track", "frame")
     for row in found["batches"]:
         worst = max(range(len(row["sample_bits"])), key=lambda i: row["sample_bits"][i])
@@ -164,4 +180,3 @@ def main(argv: list[str]) -> int:
     console.print(found["words"])
     console.print(table)
     console.print(f"under {found['checkpoint']}; all samples and codebooks: {out}", soft_wrap=True)
-    return 0

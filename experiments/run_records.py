@@ -89,7 +89,10 @@ def read_run(path: str | Path) -> RunRecord:
     if not run.steps:
         raise ValueError(f"{files[0]}: no row has a value of {BITS}")
     if (root / "config.yaml").is_file():
-        run.config = yaml.safe_load((root / "config.yaml").read_text())
+        try:
+            run.config = yaml.safe_load((root / "config.yaml").read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{root / 'config.yaml'}: not YAML: {' '.join(str(error).split())}") from error
     _read_episodes(run, Path((run.config.get("spike_guard") or {}).get("dirpath") or root / "episodes"))
     fault = run.config.get("fault_injection") or {}
     if int(fault.get("at_batch", -1)) >= 0:
@@ -121,9 +124,24 @@ def _forget_from(run: RunRecord, step: int) -> None:
     del run.steps[keep:], run.bits[keep:], run.accepted[keep:]
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """Return an episode's report.
+
+    Raises:
+        ValueError: naming the file, if it is not one.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(report, dict) or not {"verdict", "detected_at", "batches"} <= report.keys():
+        raise ValueError(f"{path}: not an episode's report: verdict, detected_at or batches are missing")
+    return report
+
+
 def _read_episodes(run: RunRecord, folder: Path) -> None:
     for report in sorted(folder.glob("*/report.json")):
-        episode = json.loads(report.read_text())
+        episode = read_report(report)
         run.episodes.append(episode)
         back = episode.get("rollback")
         if back:

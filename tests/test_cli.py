@@ -251,3 +251,47 @@ def test_the_smoke_run_leaves_what_a_user_looks_at(tmp_path: Path) -> None:
     rows = (tmp_path / "f.csv").read_text().splitlines()
     steps = [int(row.split(",")[1]) for row in rows[1:]]
     assert steps == sorted(set(steps))  # the loggers' axis never runs backwards
+
+
+@pytest.fixture
+def last(tmp_path: Path) -> Path:
+    assert main(fit(tmp_path, "--model.optimizer.total_steps", "8")) == 0
+    return tmp_path / "run/checkpoints/last.ckpt"
+
+
+def test_checkpoints_that_cannot_be_used(tmp_path: Path, last: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--model.optimizer.total_steps", "12", "--ckpt_path"]
+    line = complain(fit(tmp_path, *more, str(last), "--model.encoder.dim", "16"), capsys)
+    assert "size mismatch" in line
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(last.read_bytes()[:5000])
+    assert "not a readable checkpoint" in complain(fit(tmp_path, *more, str(cut)), capsys)
+    assert "random" in complain(["predict", *fit(tmp_path)[1:]], capsys)
+
+
+def test_every_change_on_resume_is_reported_with_who_wins(tmp_path: Path, last: Path) -> None:
+    more = ["--model.optimizer.total_steps", "12", "--model.mask_prob", "0.4", "--ckpt_path", str(last)]
+    with pytest.warns(UserWarning, match="mask_prob") as caught:
+        assert main(fit(tmp_path, *more)) == 0
+    said = " ".join(str(w.message) for w in caught)
+    assert "model.mask_prob is 0.8 in the checkpoint, 0.4" in said
+    assert (
+        "model.optimizer.total_steps is 8 in the checkpoint, 12 in the configuration; the configuration's is used"
+        in said
+    )
+
+
+def test_starting_over_in_a_run_s_folder_is_said(tmp_path: Path, last: Path) -> None:
+    with pytest.warns(UserWarning, match=r"earlier run.*--ckpt_path"):
+        assert main(fit(tmp_path, "--model.optimizer.total_steps", "7")) == 0
+
+
+def test_figure_and_replay_refuse_what_they_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no metrics.csv" in complain(["figure", str(tmp_path)], capsys)
+    assert ".png" in complain(["figure", str(tmp_path), "--out", str(tmp_path / "f.xyz")], capsys)
+    assert "no report.json" in complain(["replay", str(tmp_path)], capsys)
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "report.json").write_text("{")
+    assert "report.json: not JSON" in complain(["replay", str(tmp_path)], capsys)
+    (tmp_path / "report.json").write_text("{}")
+    assert "not an episode's report" in complain(["replay", str(tmp_path)], capsys)
