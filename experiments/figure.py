@@ -92,6 +92,11 @@ def draw(
     for ax, (title, runs) in zip(axes[0], panels.items(), strict=True):
         draw_panel(ax, runs, lines, window)
         ax.set_title(title, fontsize=11)
+    # Single rows of a spike may be very high: the axis follows the means, so that the curves stay readable.
+    values = [v for runs in panels.values() for _, run in runs for v in run.bits if math.isfinite(v)]
+    means = [v for runs in panels.values() for _, run in runs for v in smoothed(run.bits, window) if math.isfinite(v)]
+    if values and means:
+        axes[0][0].set_ylim(min(values) - 0.2, max(means) + 0.8)
     axes[0][0].set_ylabel("acoustic MLM loss, codebook 0 (bits)")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
