@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_ranks(args: list[str], *, timeout: float = 150, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run ``python *args`` from the checkout; a rank that hangs ignores SIGTERM, so the group gets SIGKILL."""
-    environment = os.environ | {
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment = clean | {
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",

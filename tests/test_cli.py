@@ -230,7 +230,9 @@ def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
 
 def test_the_smoke_run_leaves_what_a_user_looks_at(tmp_path: Path) -> None:
     """CSV, offline W&B, checkpoints and the episode of the declared fault; the figure is drawn from them."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    # W&B leaves variables behind in a process that used it; the run under test starts without them.
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment = clean | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "experiments", "fit", "-c", str(CONFIGS / "smoke.yaml")],
         cwd=tmp_path,

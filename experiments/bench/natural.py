@@ -21,7 +21,7 @@ from experiments.run_records import RunRecord, read_run
 
 CASES: dict[str, list[str]] = {
     "deepnorm": [],
-    "prenorm": ["--model.encoder.scheme", "pre", "--model.optimizer.lr", "6e-2", "--trainer.gradient_clip_val", "0"],
+    "prenorm": ["--model.encoder.scheme", "pre", "--model.optimizer.lr", "1e-1", "--trainer.gradient_clip_val", "0"],
 }
 GUARDS: dict[str, list[str]] = {
     "off (log)": ["--spike_guard.action", "log"],
@@ -41,7 +41,9 @@ def arguments(case: str, guard: str, seed: int, folder: Path, data_dir: str, ste
         "fit", "-c", str(config), *CASES[case], *GUARDS[guard],
         "--seed_everything", str(seed), "--data.seed", str(seed), "--data.data_dir", data_dir,
         "--trainer.default_root_dir", str(folder), "--checkpoint.dirpath", str(folder / "checkpoints"),
-        "--trainer.logger", json.dumps([logger]), "--model.optimizer.total_steps", str(steps),
+        "--trainer.logger", json.dumps([logger]), "--model.optimizer.warmup_steps", str(steps),
+        "--model.optimizer.total_steps", str(steps + 1),
+        "--trainer.max_steps", str(steps),
         "--trainer.val_check_interval", str(steps), "--trainer.enable_progress_bar", "false",
         "--trainer.enable_model_summary", "false",
     ]  # fmt: skip
@@ -104,7 +106,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
             if lines:
                 ax.axhline(lines["unigram"], color="0.4", linestyle="--", linewidth=0.8)
             ax.set_title(f"{case}, guard {guard}", fontsize=10)
-            ax.set_ylim(8.0, 10.6)
+            ax.set_ylim(7.0, 10.6)
             ax.legend(fontsize=7, title="final bits", title_fontsize=7)
             ax.grid(alpha=0.25)
             ax.set_xlabel("optimizer step (attempted); dotted: rollback")
