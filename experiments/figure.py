@@ -36,13 +36,11 @@ def draw_panel(axes: Any, runs: Sequence[tuple[str, RunRecord]], lines: Mapping[
         )
         for number, (attempt, left, to, _) in enumerate(run.rollbacks):
             at = min(range(len(run.steps)), key=lambda i: abs(run.steps[i] - attempt))
-            axes.plot(
-                [attempt], [run.bits[at]], marker="v", color=colour, markersize=9, markeredgecolor="black", zorder=5
-            )
+            axes.plot([attempt], [mean[at]], marker="v", color=colour, markersize=9, markeredgecolor="black", zorder=5)
             if number < 6:  # more would hide the curves
                 axes.annotate(
                     f"rolled back\nstep {left} to {to}",
-                    (attempt, run.bits[at]),
+                    (attempt, mean[at]),
                     textcoords="offset points",
                     xytext=(12, 10),
                     fontsize=8,
@@ -65,7 +63,7 @@ def draw_panel(axes: Any, runs: Sequence[tuple[str, RunRecord]], lines: Mapping[
         )
     for name, value in lines.items():
         axes.axhline(value, color="0.45", linestyle="--", linewidth=0.9)
-        axes.annotate(
+        label = axes.annotate(
             f"{name} {value:.2f}",
             (1.0, value),
             xycoords=("axes fraction", "data"),
@@ -74,6 +72,7 @@ def draw_panel(axes: Any, runs: Sequence[tuple[str, RunRecord]], lines: Mapping[
             fontsize=8,
             color="0.35",
         )
+        label.set_in_layout(False)  # a line out of view must not squeeze the picture
     axes.set_xlabel("optimizer step (attempted)")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="lower left", title="bits at the end", title_fontsize=8)
