@@ -21,6 +21,7 @@ from callbacks.gradient_norms import GradientNorms
 from callbacks.hidden_states import HiddenStateWriter
 from callbacks.policy import TrainingStopped
 from callbacks.random_states import RandomStates
+from callbacks.rank_checksums import RankChecksums
 from callbacks.spike_guard import SpikeGuard
 from datamodules.codec_tokens import CodecTokens
 from experiments.run_config import SaveRunConfig
@@ -56,6 +57,7 @@ class ExperimentCLI(LightningCLI):
         parser.add_lightning_class_args(GradientNorms, "gradient_norms")
         parser.add_lightning_class_args(SpikeGuard, "spike_guard")
         parser.add_lightning_class_args(GuardedCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(RankChecksums, "rank_checksums")
         parser.add_lightning_class_args(HiddenStateWriter, "hidden_states")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
