@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from callbacks.checkpoint_files import GUARD_KEY
 from callbacks.random_states import KEY as RNG_KEY
-from callbacks.trainer_state import align_fetcher, set_rng_state
+from callbacks.trainer_state import DATA_TRACKERS, align_fetcher, loop_trackers, set_rng_state
 
-TRACKERS = {
+KEYS = {  # where a checkpoint keeps each tracker
     "epoch": "epoch_progress",
     "batch": "epoch_loop.batch_progress",
     "scheduler": "epoch_loop.scheduler_progress",
@@ -70,25 +70,16 @@ def _load_callbacks(trainer: Trainer, me: Callback, checkpoint: dict[str, Any]) 
 
 
 def _load_trackers(trainer: Trainer, saved: dict[str, Any], keep_data_counters: bool) -> None:
-    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    live = {
-        "epoch": fit.epoch_progress,
-        "batch": epoch.batch_progress,
-        "scheduler": epoch.scheduler_progress,
-        "optimizer": epoch.automatic_optimization.optim_progress,
-        "validation": epoch.val_loop.batch_progress,
-    }
+    live = loop_trackers(trainer)
     for name, tracker in live.items():
-        if not (keep_data_counters and name in ("epoch", "batch", "validation")):
-            tracker.load_state_dict(saved[TRACKERS[name]])
+        if not (keep_data_counters and name in DATA_TRACKERS):
+            tracker.load_state_dict(saved[KEYS[name]])
     if keep_data_counters:
         return
     # A file written after the hook, at the end of an epoch say, is further by what follows the hook.
-    batches: Any
-    for batches in (epoch.batch_progress.current, epoch.batch_progress.total):
+    for batches in (live["batch"].current, live["batch"].total):
         batches.completed = batches.processed - 1
-    epochs: Any
-    for epochs in (fit.epoch_progress.current, fit.epoch_progress.total):
+    for epochs in (live["epoch"].current, live["epoch"].total):
         epochs.processed = epochs.started - 1
         epochs.completed = min(epochs.completed, epochs.processed)
     align_fetcher(trainer)

@@ -14,6 +14,8 @@ Decision = Literal["none", "note", "rollback", "stop"]
 ACTIONS: tuple[Action, ...] = ("log", "veto", "rollback", "stop")
 ROLLED_BACK_KINDS = frozenset({"jump", "rise", "divergence", "non_finite"})
 
+PATIENCE = 3  # non-finite steps in a row after which refusing their updates is not enough
+
 
 class TrainingStopped(RuntimeError):
     """The guard gave the run up: the message says why and which checkpoint is good."""
@@ -31,17 +33,21 @@ def check_action(action: str) -> Action:
     raise ValueError(f"spike_guard.action={action!r}: choose from {', '.join(ACTIONS)}")
 
 
-def decide(kind: str, act: bool, action: Action) -> Decision:
+def decide(kind: str, act: bool, action: Action, *, refused: bool = False, bad_run: int = 1) -> Decision:
     """Return what a guard capped at ``action`` does about a verdict.
 
     Args:
         kind: the verdict's kind.
         act: whether the detector says that a guard should act now.
         action: the cap. ``stop`` ends the run where ``rollback`` would have rolled it back.
+        refused: whether this step's update did not happen, so that it cannot have hit the weights.
+        bad_run: non-finite steps in a row, this one included.
     """
     if kind == "ok":
         return "none"
     if not act or kind not in ROLLED_BACK_KINDS:
+        return "note"
+    if kind == "non_finite" and refused and bad_run < PATIENCE:
         return "note"
     if action == "rollback":
         return "rollback"

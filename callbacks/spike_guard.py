@@ -190,7 +190,8 @@ class SpikeGuard(Callback):
             put_back(optimizer)  # a gradient scaler may have skipped the step that was to be scaled
         pair = monitored(self.monitor, outputs, trainer)
         self.found = self.found or pair is not None
-        self.sums.add(*(pair or (torch.zeros(()), torch.zeros(()))))
+        nothing = torch.zeros((), device=pl_module.device)
+        self.sums.add(*(pair or (nothing, nothing)))
         self._records.append(step_record(batch, batch_idx, outputs))
         if trainer.fit_loop._should_accumulate():
             return
@@ -229,9 +230,8 @@ class SpikeGuard(Callback):
             self._earn_trust(trainer, report)
         if report.vetoed:
             self._log(trainer, {"guard/vetoed": self.counts["vetoed"]})
-        decision = decide(verdict.kind, verdict.act, self.action)
-        if verdict.kind == "non_finite" and self.bad_run < 3 and (report.vetoed or scaler is not None):
-            decision = "note"  # the update did not happen, so the weights were not hit
+        refused = report.vetoed or scaler is not None  # a scaler skips non-finite updates itself
+        decision = decide(verdict.kind, verdict.act, self.action, refused=refused, bad_run=self.bad_run)
         if decision == "stop":
             self._episode(trainer, verdict, decision, None)
             self.rollback.reject(trainer, verdict.onset - self.onset_margin - 1, [])

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+# Trackers that count data: they stay where they are when the data of a loader that ends by itself moves on.
+DATA_TRACKERS = ("epoch", "batch", "validation")
 # The components of a snapshot. Leaving out any one breaks the equality of a rolled-back run with one that never saw
 # the fault; `omit` exists so that a test can prove that of each.
 COMPONENTS = ("model", "optimizer", "scheduler", "scaler", "rng", "loops", "callbacks", "metrics", "stream")
@@ -105,8 +107,8 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
     return {k: copy.deepcopy(vars(metric)[k]) for k in keys if k in vars(metric)}
 
 
-def _loops(trainer: Trainer) -> dict[str, Any]:
-    # The progress trackers that follow the accepted trajectory, by name.
+def loop_trackers(trainer: Trainer) -> dict[str, Any]:
+    """Return the live progress trackers that follow the accepted trajectory, by name."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     return {
         "epoch": fit.epoch_progress,
@@ -127,7 +129,7 @@ def plain_state(trainer: Trainer, me: Callback, stream: Any | None) -> dict[str,
         "scheduler": [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         "scaler": copy.deepcopy(trainer.precision_plugin.state_dict()),
         "rng": rng_state(),
-        "loops": {k: copy.deepcopy(v.state_dict()) for k, v in _loops(trainer).items()}
+        "loops": {k: copy.deepcopy(v.state_dict()) for k, v in loop_trackers(trainer).items()}
         | {"accumulate": trainer.accumulate_grad_batches},
         "callbacks": {key: copy.deepcopy(c.state_dict()) for key, c in _callbacks(trainer, me)},
         "metrics": {name: _metric_state(m) for name, m in _metrics(trainer).items()},
@@ -194,8 +196,8 @@ def restore_plain(
 
 
 def _restore_loops(trainer: Trainer, saved: Mapping[str, Any], keep_data_counters: bool) -> None:
-    for name, progress in _loops(trainer).items():
-        if keep_data_counters and name in ("epoch", "batch", "validation"):
+    for name, progress in loop_trackers(trainer).items():
+        if keep_data_counters and name in DATA_TRACKERS:
             continue
         progress.load_state_dict(copy.deepcopy(saved[name]))
     if keep_data_counters:

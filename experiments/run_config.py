@@ -92,7 +92,3 @@ class RunWandbLogger(WandbLogger):
         run_id = secrets.token_hex(4)
         file.write_text(run_id + "\n")
         return run_id
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log with attempted steps as the axis, which never runs backwards."""
-        super().log_metrics(metrics, step=step)

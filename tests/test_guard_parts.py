@@ -29,6 +29,9 @@ def test_policy_follows_the_table() -> None:
         if kind in rolled and act and action in ("rollback", "stop"):
             expected = action
         assert decide(kind, act, action) == expected
+    for bad_run, expected in ((1, "note"), (2, "note"), (3, "rollback")):
+        assert decide("non_finite", True, "rollback", refused=True, bad_run=bad_run) == expected
+    assert decide("jump", True, "rollback", refused=True) == "rollback"
     with pytest.raises(ValueError, match=r"action='explode'.*log, veto, rollback, stop"):
         check_action("explode")
 
