@@ -111,6 +111,7 @@ def train(
     snapshot_every: int = 4,
     healthy_steps: int = 2,
     checkpoint_every: int = 1000,
+    checkpoint_at_epoch_end: bool = False,
     ckpt_path: str | None = None,
     extra: list[Callback] | None = None,
     kind: str = "learning_rate",
@@ -148,7 +149,9 @@ def train(
         *(extra or []),
         GuardedCheckpoint(
             dirpath=folder / "checkpoints",
-            every_n_train_steps=checkpoint_every,
+            every_n_train_steps=None if checkpoint_at_epoch_end else checkpoint_every,
+            every_n_epochs=1 if checkpoint_at_epoch_end else None,
+            save_on_train_epoch_end=checkpoint_at_epoch_end or None,
             save_last=True,
             enable_version_counter=False,
             save_top_k=-1,

@@ -1,6 +1,7 @@
 """A run that spiked and was rolled back equals, bit for bit, the run that never saw what hurt it."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,17 @@ def test_no_rejected_checkpoint_stays_resumable(tmp_path: Path) -> None:
         assert ours["global_step"] == twin["global_step"]
 
 
-def test_without_a_snapshot_old_enough_the_checkpoint_on_disk_serves(tmp_path: Path) -> None:
-    # The ring's only snapshots lie after the onset's margin; the checkpoint of step 9 does not.
-    options: dict[str, Any] = {"checkpoint_every": 9, "snapshot_every": 1, "steps": 20}
+@pytest.mark.parametrize("saved", ["in the hook", "at the end of an epoch"])
+def test_without_a_snapshot_old_enough_the_checkpoint_on_disk_serves(tmp_path: Path, saved: str) -> None:
+    """The ring holds the first step only; the checkpoint of step 9 is newer and lies before the onset's margin."""
+    options: dict[str, Any] = {"snapshot_every": 1000, "steps": 20}
+    if saved == "in the hook":
+        options |= {"checkpoint_every": 9}
+    else:  # the loops have gone on since the hook when such a file is written
+        options |= {"epoch_batches": 9, "validate_every": 9, "checkpoint_at_epoch_end": True}
     trainer, losses, guard = runs.train(tmp_path / "fault", fault_at=13, script={15: 12}, **options)
+    report = json.loads(next((tmp_path / "fault" / "episodes").glob("*/report.json")).read_text())
+    assert report["rollback"]["source"].endswith(".ckpt")
     assert guard.rollback.last_target == 8
     assert guard.rollback.skipped == [[9, 16]]
     clean, clean_losses, _ = runs.train(tmp_path / "clean", skip=[[9, 16]], script={}, **options)
